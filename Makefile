@@ -1,0 +1,36 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both need only Python 3.11 (or newer) and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo smoke test lint bench docs clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+demo: $(STAMP)  ## run the main job end to end on the bundled tiny-deepseek
+	$(BIN)/smoe demo
+
+smoke: $(STAMP)  ## the five commands on both bundled models, as a CI job would run them
+	$(BIN)/python tests/e2e/smoke.py
+
+test: $(STAMP) lint  ## everything that must hold before a change lands
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## ratios measured side by side; slower, not part of `make test`
+	$(BIN)/python -m pytest tests/bench -o addopts= -q -s
+
+docs: $(STAMP)  ## rewrite the generated reference pages
+	$(BIN)/python -m smoe_cli.reference docs/reference/cli.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Models, traces and tables: everything in smoe that knows files and model formats."""

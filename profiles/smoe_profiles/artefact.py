@@ -1,0 +1,281 @@
+"""Artefacts on disk: a folder that appears whole or not at all (design 3).
+
+An artefact is staged as `.NAME.partial` beside its target, every file fsynced, manifest.json last, then renamed.
+The manifest is a pure function of inputs and parameters; what is volatile stands in run.json, outside every hash.
+After a kill the target is absent, old or new, never mixed.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from smoe_profiles.errors import ImpossibleError, InputError, MachineError
+from smoe_profiles.tensors import read_json
+
+FORMAT = "smoe"
+FORMAT_VERSION = 1
+LIBRARIES = ("smoe", "numpy", "scipy", "numba", "pyarrow", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A published folder. `record` is where manifest.json lies: the folder itself, or its `smoe/`."""
+
+    path: Path
+    record: Path
+    manifest: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        return hashlib.sha256((self.record / "manifest.json").read_bytes()).hexdigest()
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        parameters: dict[str, Any] = self.manifest["parameters"]
+        return parameters
+
+    @property
+    def model(self) -> dict[str, Any]:
+        identity: dict[str, Any] = self.manifest["model"]
+        return identity
+
+    def run(self) -> dict[str, Any]:
+        """The volatile facts of the run that made it; empty if run.json is gone."""
+        path = self.record / "run.json"
+        return dict(read_json(path)) if path.exists() else {}
+
+    def parent_id(self, kind: str) -> str | None:
+        return next((parent["id"] for parent in self.manifest["parents"] if parent["kind"] == kind), None)
+
+
+@dataclass
+class Draft:
+    """An artefact being written: put files under `path`, or under `record` beside the manifest.
+
+    parameters go into the manifest and may grow while writing; `run` joins the volatile facts of run.json.
+    """
+
+    path: Path
+    record: Path
+    parameters: dict[str, Any]
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+def open_artefact(path: Path, kind: str, *, hashes: bool = False) -> Artefact:
+    """Open a published artefact and check kind, format version and file sizes (with `hashes`, contents too).
+
+    Raises InputError if it is missing, damaged or of another kind.
+    """
+    restore_set_aside(path)
+    record = path / "smoe" if (path / "smoe" / "manifest.json").exists() else path
+    if not (record / "manifest.json").exists():
+        raise InputError(f"{path} is missing or has no manifest.json; it is not a finished {kind} artefact.")
+    manifest = read_json(record / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InputError(f"{record / 'manifest.json'} is not a smoe manifest.")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"{record / 'manifest.json'} has format_version {manifest.get('format_version')}; "
+            f"this smoe reads {FORMAT_VERSION}."
+        )
+    if manifest.get("kind") != kind:
+        raise InputError(f"{path} is a {manifest.get('kind')} artefact; a {kind} was expected.")
+    for name, facts in manifest["files"].items():
+        _check_file(path, name, facts, hashes)
+    return Artefact(path, record, manifest)
+
+
+def _check_file(folder: Path, name: str, facts: dict[str, Any], hashes: bool) -> None:
+    path = folder / name
+    size = path.stat().st_size if path.is_file() else -1
+    if size != facts["bytes"]:
+        found = "is missing" if size < 0 else f"has {size} bytes"
+        raise InputError(f"{path} {found}; its manifest says {facts['bytes']} bytes. Make the artefact again.")
+    if hashes and file_hash(path) != facts["sha256"]:
+        raise InputError(f"{path} does not have the contents its manifest says. Make the artefact again.")
+
+
+def require_parent(child: Artefact, parent: Artefact) -> None:
+    """Check that `child` was made from `parent`; InputError names both sides."""
+    if child.parent_id(parent.kind) != parent.id:
+        wanted = str(child.parent_id(parent.kind))[:12]
+        raise InputError(f"{child.path} was made from {parent.kind} {wanted}, but {parent.path} is {parent.id[:12]}.")
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Refuse an existing target before any work. Raises ImpossibleError, or MachineError if it cannot be written."""
+    restore_set_aside(target)
+    if target.is_symlink() or (target.exists() and not force):
+        raise ImpossibleError(f"{target} exists already; give --force to replace it.")
+    parent = target.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{parent} cannot be made: {error.strerror}.") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise MachineError(f"{parent} is not writable.")
+
+
+@contextmanager
+def publish(
+    target: Path,
+    kind: str,
+    *,
+    parameters: dict[str, Any],
+    model: dict[str, Any],
+    seed: int | None = None,
+    parents: Sequence[Artefact] = (),
+    force: bool = False,
+    record: str = ".",
+) -> Iterator[Draft]:
+    """Write an artefact: yields a Draft, and on a clean exit makes it appear at `target` in one rename.
+
+    On any exception, an interrupt included, the staging folder is removed and the target is as it was.
+    record: sub-folder that holds manifest.json and run.json (`smoe` inside a checkpoint).
+    Raises ImpossibleError if the target exists and `force` is not given, MachineError if another run writes it.
+    """
+    check_target(target, force=force)
+    staging = target.with_name(f".{target.name}.partial")
+    started = time.monotonic()
+    lock = _lock_empty(staging)
+    try:
+        draft = Draft(staging, staging / record, dict(parameters))
+        draft.record.mkdir(exist_ok=True)
+        yield draft
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": kind,
+            "parameters": draft.parameters,
+            "seed": seed,
+            "versions": {name: version(name) for name in LIBRARIES},
+            "model": model,
+            "parents": [{"kind": parent.kind, "id": parent.id} for parent in parents],
+            "files": _file_table(staging),
+        }
+        run = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "host": socket.gethostname(),
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        _write_json(draft.record / "run.json", run | draft.run)
+        _write_json(draft.record / "manifest.json", manifest)
+        for folder in {path.parent for path in staging.rglob("*")}:
+            _sync_directory(folder)
+        _rename(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock_empty(staging: Path) -> int:
+    """Make the staging folder, lock it for this process and empty what a killed run left there."""
+    while True:
+        staging.mkdir(exist_ok=True)
+        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise MachineError(f"{staging} is being written by another smoe command; wait for it to end.") from error
+        if staging.exists() and os.fstat(lock).st_ino == staging.stat().st_ino:
+            break
+        os.close(lock)  # the other run published and renamed it between our open and our lock
+    for path in staging.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return lock
+
+
+def _file_table(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of every file, each fsynced on the way."""
+    table = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        table[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    return table
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(staging: Path, target: Path) -> None:
+    """Put `staging` at `target`; an old target is exchanged in one step where the system can, else set aside."""
+    if not target.exists():
+        staging.rename(target)
+        _sync_directory(target.parent)
+    elif _exchange(staging, target):
+        _sync_directory(target.parent)
+        shutil.rmtree(staging)
+    else:
+        aside = _set_aside_name(target)
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        staging.rename(target)
+        _sync_directory(target.parent)
+        shutil.rmtree(aside)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically (renameat2 with RENAME_EXCHANGE); False where the system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    if renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _set_aside_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def restore_set_aside(target: Path) -> None:
+    """Put back an old artefact that a killed replacement had set aside, where nothing took its place."""
+    aside = _set_aside_name(target)
+    if aside.is_dir() and not target.exists():
+        aside.rename(target)

@@ -1,0 +1,98 @@
+"""Documents to batches of equal-length rows, and back to trace rows.
+
+Axes: B rows of a batch, S positions, padding on the right (a causal model never sees it).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_profiles.choices import Pack
+from smoe_profiles.split import Assigned, TokenIds
+
+BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One row of a batch. token_ids: [n]; first_position: where it stands in its sequence; source: [n] names."""
+
+    token_ids: TokenIds
+    sequence: int
+    first_position: int
+    source: list[str]
+    part: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks that run through the model together, as many as fit BATCH_TOKENS padded positions."""
+
+    chunks: list[Chunk]
+
+    def input_ids(self) -> npt.NDArray[np.int64]:
+        """[B, S] int64, padded on the right with id 0."""
+        ids = np.zeros((len(self.chunks), max(len(chunk.token_ids) for chunk in self.chunks)), np.int64)
+        for row, chunk in enumerate(self.chunks):
+            ids[row, : len(chunk.token_ids)] = chunk.token_ids
+        return ids
+
+    def real(self) -> npt.NDArray[np.bool_]:
+        """[B, S]: which positions are tokens, not padding."""
+        lengths = np.array([len(chunk.token_ids) for chunk in self.chunks])
+        return np.arange(lengths.max()) < lengths[:, None]
+
+
+def cut(documents: Iterable[Assigned], pack: Pack, seq_len: int) -> Iterator[Chunk]:
+    """Cut documents into rows of at most seq_len tokens; `sequence` numbers documents, or windows."""
+    if pack is Pack.WINDOWS:
+        yield from _windows(documents, seq_len)
+        return
+    for sequence, item in enumerate(documents):
+        ids = item.document.token_ids
+        for start in range(0, len(ids), seq_len):
+            piece = ids[start : start + seq_len]
+            yield Chunk(piece, sequence, start, [item.document.source] * len(piece), item.part)
+
+
+@dataclass
+class _Open:
+    """A window being filled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    source: list[str] = field(default_factory=list)
+
+
+def _windows(documents: Iterable[Assigned], seq_len: int) -> Iterator[Chunk]:
+    """Documents of one part joined and cut; the last window of a part may be shorter."""
+    open_windows: dict[str, _Open] = {}
+    sequence = 0
+    for item in documents:
+        window = open_windows.setdefault(item.part, _Open())
+        window.token_ids.extend(item.document.token_ids.tolist())
+        window.source.extend([item.document.source] * len(item.document.token_ids))
+        while len(window.token_ids) >= seq_len:
+            ids, source = window.token_ids[:seq_len], window.source[:seq_len]
+            yield Chunk(np.array(ids, np.uint32), sequence, 0, source, item.part)
+            del window.token_ids[:seq_len], window.source[:seq_len]
+            sequence += 1
+    for part, window in open_windows.items():
+        if window.token_ids:
+            yield Chunk(np.array(window.token_ids, np.uint32), sequence, 0, window.source, part)
+            sequence += 1
+
+
+def batches(rows: Iterable[Chunk], batch_tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
+    """Consecutive chunks, as many as fit `batch_tokens` padded positions (at least one)."""
+    waiting: list[Chunk] = []
+    longest = 0
+    for chunk in rows:
+        longest = max(longest, len(chunk.token_ids))
+        if waiting and longest * (len(waiting) + 1) > batch_tokens:
+            yield Batch(waiting)
+            waiting, longest = [], len(chunk.token_ids)
+        waiting.append(chunk)
+    if waiting:
+        yield Batch(waiting)

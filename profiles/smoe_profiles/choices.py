@@ -1,0 +1,34 @@
+"""Names of what can be chosen; imports nothing, so that a command line can list them at no cost."""
+
+from enum import StrEnum
+
+
+class SplitMode(StrEnum):
+    """How documents are shared out: by hash, all but one in eight to fit, or all to held-out."""
+
+    HASH = "hash"
+    FIT = "fit"
+    HELDOUT = "heldout"
+
+
+class SplitBy(StrEnum):
+    """What `hash` mode goes by: the document's hash, or the order of the input (even fit, odd held-out)."""
+
+    HASH = "hash"
+    ORDER = "order"
+
+
+class Pack(StrEnum):
+    """isolate: no document attends another (long ones in chunks); windows: documents of one part joined and cut."""
+
+    ISOLATE = "isolate"
+    WINDOWS = "windows"
+
+
+class Dtype(StrEnum):
+    """Number format of the weights while profiling; auto: as stored."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"

@@ -1,0 +1,167 @@
+"""Prompts as documents of token ids: the built-in text, files and hub data sets, all streamed.
+
+A SPEC is `builtin`, a path ending in .jsonl, .json, .txt, .parquet (optionally .xz, .gz, .zst) with a `text` or
+`input_ids` field, `FILE.npz` or `FILE.npz#key` with token ids, or a hub id `owner/name`.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_profiles.errors import InputError, MachineError
+from smoe_profiles.split import Document, TokenIds
+
+BUILTIN = "builtin"
+PIECE_CHARACTERS = 8000
+BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+COMPRESSIONS = (".xz", ".gz", ".zst", ".bz2")
+
+Tokenize = Callable[[str], list[int]]
+
+
+def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) -> Iterator[Document]:
+    """The documents of one data set, empty ones left out.
+
+    Raises InputError for a missing or unreadable data set, one without `text` or `input_ids`, or an id outside
+    [0, vocab_size).
+    """
+    if spec == BUILTIN:
+        rows: Iterator[Any] = builtin_texts()
+    elif ".npz" in spec.rpartition("/")[2]:
+        rows = _npz_rows(spec)
+    else:
+        rows = _library_rows(spec)
+    for row in rows:
+        ids = np.asarray(tokenize(row) if isinstance(row, str) else row, dtype=np.int64)
+        if ids.ndim != 1:
+            raise InputError(f"dataset {spec}: token ids of shape {list(ids.shape)}; one list a document was expected.")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            bad = ids.max() if ids.min() >= 0 else ids.min()
+            raise InputError(f"dataset {spec} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
+        if len(ids):
+            yield Document(ids.astype(np.uint32), source)
+
+
+def limit_tokens(documents: Iterator[Document], max_tokens: int | None) -> Iterator[Document]:
+    """Documents up to `max_tokens` tokens in all; the last one is cut. None: all."""
+    left = max_tokens
+    for document in documents:
+        if left is None:
+            yield document
+            continue
+        if left <= 0:
+            return
+        yield Document(document.token_ids[:left], document.source)
+        left -= len(document.token_ids)
+
+
+def builtin_texts() -> Iterator[str]:
+    """Docstrings and sources of the running Python's standard library, one module after another.
+
+    The order is fixed by the hash of a module's path, so that any prefix is a mix. The text differs between Python
+    versions; no threshold may rest on it.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    names = [
+        name
+        for path in root.rglob("*.py")
+        if not skipped & set((name := path.relative_to(root)).parts) and not name.parts[0].startswith("config-")
+    ]
+    if not names:
+        raise InputError(f"the standard library has no sources under {root}; give --dataset a file instead of builtin.")
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
+        try:
+            text = (root / name).read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        yield from _pieces(_docstrings(tree), "\n\n")
+        yield from _pieces(text.split("\n\n"), "\n\n")
+
+
+def _docstrings(tree: ast.Module) -> list[str]:
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners))
+    return [text for text in found if text]
+
+
+def _pieces(paragraphs: list[str], joint: str) -> Iterator[str]:
+    """Paragraphs joined to documents of about PIECE_CHARACTERS."""
+    piece: list[str] = []
+    for paragraph in paragraphs:
+        piece.append(paragraph)
+        if sum(map(len, piece)) >= PIECE_CHARACTERS:
+            yield joint.join(piece)
+            piece = []
+    if any(part.strip() for part in piece):
+        yield joint.join(piece)
+
+
+def _npz_rows(spec: str) -> Iterator[TokenIds | npt.NDArray[Any]]:
+    path, _, key = spec.partition("#")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            key = key or "input_ids"
+            if key not in archive.files:
+                raise InputError(
+                    f"{path} has no array {key!r}; it holds {', '.join(archive.files)} (use FILE.npz#key)."
+                )
+            ids = archive[key]
+    except FileNotFoundError as error:
+        raise InputError(f"dataset {path} is missing.") from error
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+        raise InputError(f"dataset {path} is not a readable .npz file ({error}).") from error
+    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
+        raise InputError(f"{spec} is {ids.dtype} {list(ids.shape)}; integer token ids [n] or [rows, n] were expected.")
+    yield from [ids] if ids.ndim == 1 else ids
+
+
+def _library_rows(spec: str) -> Iterator[Any]:
+    """Rows of a file or hub data set through the datasets library, streamed."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    path = Path(spec)
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    local = builder is not None or path.exists()
+    if local and not path.is_file():
+        raise InputError(f"dataset {spec} is missing or not a file.")
+    if local and builder is None:
+        raise InputError(f"dataset {spec} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
+    try:
+        if builder is None:
+            stream = load_dataset(spec, split="train", streaming=True)
+        else:
+            options = {"sample_by": "document"} if builder == "text" else {}
+            stream = load_dataset(builder, data_files=str(path), split="train", streaming=True, **options)
+        for row in stream:
+            yield _content(row, spec)
+    except (InputError, GeneratorExit):
+        raise
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise MachineError(f"dataset {spec} is not in the cache and the hub was not reachable ({error}).") from error
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        if isinstance(error, OSError) and not local:
+            raise MachineError(f"dataset {spec} could not be fetched ({error}).") from error
+        raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
+    except Exception as error:
+        # Builders raise classes of their own (pyarrow, pandas, DatasetGenerationError) for a broken file.
+        if not local:
+            raise
+        raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _content(row: dict[str, Any], spec: str) -> Any:
+    for key in ("input_ids", "text"):
+        if row.get(key) is not None:
+            return row[key]
+    raise InputError(f"dataset {spec} has fields {', '.join(map(str, row))}; `text` or `input_ids` was expected.")

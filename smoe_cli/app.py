@@ -1,0 +1,76 @@
+"""The `smoe` command: its sub-commands, and the way every failure leaves it."""
+
+import signal
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from smoe_cli import errors
+from smoe_cli.commands import build_tables, cocluster, demo, evaluate, models, profile, regroup, verify
+from smoe_cli.options import command
+
+app = typer.Typer(
+    name="smoe",
+    help="Place the experts of a Mixture-of-Experts model so that serving it on several GPUs sends less.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+COMMANDS = (
+    profile.profile,
+    build_tables.build_tables,
+    cocluster.cocluster,
+    evaluate.evaluate,
+    regroup.regroup,
+    verify.verify,
+    demo.demo,
+    models.models,
+)
+for function in COMMANDS:
+    app.command(name=function.__name__.replace("_", "-"))(command(function))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"smoe {version('smoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def smoe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command; typer shows the app's help text."""
+
+
+def _on_term(_signal: int, _frame: Any) -> NoReturn:
+    raise errors.Terminated
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    debug = "--debug" in arguments
+    try:
+        code = app(args=arguments, prog_name="smoe", standalone_mode=False)
+        sys.stdout.flush()
+    except typer.Abort:
+        return errors.report(KeyboardInterrupt(), debug=False)
+    except typer.TyperException as error:
+        show = getattr(error, "show", None)
+        if show:
+            show()
+        return int(getattr(error, "exit_code", errors.USAGE))
+    except (Exception, KeyboardInterrupt, errors.Terminated) as error:  # noqa: BLE001 (the last resort)
+        return errors.report(error, debug=debug)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> NoReturn:
+    """Entry point of the `smoe` script."""
+    signal.signal(signal.SIGTERM, _on_term)
+    sys.exit(run(sys.argv[1:]))

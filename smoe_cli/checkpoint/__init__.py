@@ -1,0 +1,1 @@
+"""Checkpoints: which tensors an expert owns, the streaming rewrite, and the proof that nothing changed."""

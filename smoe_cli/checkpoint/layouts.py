@@ -1,0 +1,127 @@
+"""Which tensor of a checkpoint belongs to which expert or router, by the family's row alone.
+
+Every tensor of a model is accounted for: renamed with its expert, permuted with the router, or copied. A tensor inside
+an MoE block with E on an axis that no rule claims stops the run by its name.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_profiles.errors import ImpossibleError, InputError
+from smoe_profiles.families.config import ModelSpec, MoeLayer
+from smoe_profiles.models import Model
+from smoe_profiles.tensors import CheckpointFiles, TensorInfo
+
+EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
+
+
+class Role(StrEnum):
+    """What happens to a tensor: copied as it is, renamed with its expert, or its rows permuted."""
+
+    COPIED = "copied"
+    RENAMED = "renamed"
+    PERMUTED = "permuted"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One tensor's role; layer: index into the model's MoE layers (-1 outside); expert: its number, or -1."""
+
+    role: Role
+    layer: int = -1
+    expert: int = -1
+    suffix: str = ""
+
+
+def claim_tensors(model: Model, files: CheckpointFiles) -> dict[str, Claim]:
+    """Every tensor's claim, by name.
+
+    Raises ImpossibleError for an unclaimed tensor with an expert axis, InputError for experts or routers that do not
+    match the config.
+    """
+    blocks = {model.spec.family.block.format(layer=layer.id): i for i, layer in enumerate(model.spec.layers)}
+    pattern = re.compile("(" + "|".join(re.escape(name) for name in blocks) + r")\.(.+)")
+    claims = {}
+    for _, tensor in files:
+        inside = pattern.fullmatch(tensor.name)
+        if inside:
+            index = blocks[inside[1]]
+            claims[tensor.name] = _claim(tensor, inside[2], index, model.spec.layers[index], model.spec)
+        else:
+            claims[tensor.name] = Claim(Role.COPIED)
+    _check_experts(model, claims, files)
+    return claims
+
+
+def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, spec: ModelSpec) -> Claim:
+    expert = EXPERT.fullmatch(name)
+    if expert:
+        number = int(expert[1])
+        if number >= layer.num_experts:
+            raise InputError(f"{tensor.name}: expert {number}, but config.json says {layer.num_experts} experts.")
+        return Claim(Role.RENAMED, index, number, expert[2])
+    if name in spec.family.router:
+        if tensor.shape[:1] != (layer.num_experts,):
+            raise InputError(f"{tensor.name} has shape {list(tensor.shape)}; {layer.num_experts} rows were expected.")
+        return Claim(Role.PERMUTED, index)
+    if layer.num_experts in tensor.shape and not name.startswith(spec.family.shared):
+        raise ImpossibleError(
+            f"{tensor.name} {list(tensor.shape)} has an axis of {layer.num_experts} experts, and no rule of family "
+            f"{spec.family.model_type} says how it moves; regrouping stops rather than guess."
+        )
+    return Claim(Role.COPIED, index)
+
+
+def _check_experts(model: Model, claims: dict[str, Claim], files: CheckpointFiles) -> None:
+    """Each layer must hold every expert with the same tensors, and its router."""
+    where = files.folder
+    by_layer: list[dict[int, set[str]]] = [{} for _ in model.spec.layers]
+    routers = set()
+    for claim in claims.values():
+        if claim.role is Role.RENAMED:
+            by_layer[claim.layer].setdefault(claim.expert, set()).add(claim.suffix)
+        elif claim.role is Role.PERMUTED:
+            routers.add(claim.layer)
+    for index, (layer, experts) in enumerate(zip(model.spec.layers, by_layer, strict=True)):
+        missing = set(range(layer.num_experts)) - experts.keys()
+        if missing:
+            raise InputError(
+                f"{where}: layer {layer.id} has no expert {min(missing)}; {layer.num_experts} were expected."
+            )
+        odd = [number for number, suffixes in sorted(experts.items()) if suffixes != experts[0]]
+        if odd:
+            raise InputError(f"{where}: layer {layer.id}, expert {odd[0]} does not have the same tensors as expert 0.")
+        if index not in routers:
+            raise InputError(f"{where}: layer {layer.id} has no router {model.spec.family.router[0]}.")
+
+
+def new_name(name: str, claim: Claim, logical_to_physical: npt.NDArray[np.int64]) -> str:
+    """A tensor's name after regrouping. logical_to_physical: [L, E]."""
+    if claim.role is not Role.RENAMED:
+        return name
+    head = name.removesuffix(f"{claim.expert}.{claim.suffix}")
+    return f"{head}{logical_to_physical[claim.layer, claim.expert]}.{claim.suffix}"
+
+
+def permute_rows(data: bytes, physical_to_logical: npt.NDArray[np.int64]) -> bytes:
+    """A tensor's bytes with row p taken from row physical_to_logical[p]; dtype and inner shape do not matter."""
+    rows = np.frombuffer(data, np.uint8).reshape(len(physical_to_logical), -1)
+    return rows[physical_to_logical].tobytes()
+
+
+def blocking_key(layers: Sequence[MoeLayer], physical_to_logical: npt.NDArray[np.int64]) -> MoeLayer | None:
+    """The first layer whose group-limited router this map would change, or None (design 4.3).
+
+    A map is harmless if whole groups become whole groups; the order inside a group is free.
+    """
+    for layer, slots in zip(layers, physical_to_logical, strict=True):
+        if layer.num_groups > 1:
+            group = (slots // (layer.num_experts // layer.num_groups)).reshape(layer.num_groups, -1)
+            if (group != group[:, :1]).any():
+                return layer
+    return None

@@ -1,0 +1,94 @@
+"""smoe profile: run prompts through a model and record which experts every token used."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smoe_cli.options import Common, DryRunOption, ForceOption
+from smoe_profiles.choices import Dtype, Pack, SplitBy, SplitMode
+
+BUILTIN_TOKENS = 200_000
+
+
+def profile(
+    common: Common,
+    model: Annotated[str, typer.Option("--model", help="Short name (see smoe models), hub id or folder.")],
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", help="builtin, .jsonl, .txt, .parquet, FILE.npz#key or hub id; repeatable."),
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--source", help="A name for each --dataset, in order; default: its file name.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Longest row through the model, in tokens.")] = 512,
+    pack: Annotated[
+        Pack, typer.Option("--pack", help="isolate: no document sees another; windows: documents joined and cut.")
+    ] = Pack.ISOLATE,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, help=f"Stop after so many tokens; default: all (builtin: {BUILTIN_TOKENS})."
+        ),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Format of the weights; auto: as stored.")] = Dtype.AUTO,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    device_map: Annotated[
+        str | None,
+        typer.Option("--device-map", help="Spread a large model over devices, e.g. auto (needs accelerate)."),
+    ] = None,
+    split: Annotated[
+        SplitMode, typer.Option("--split", help="hash: fit, validation and held-out; fit: no held-out; heldout: only.")
+    ] = SplitMode.HASH,
+    split_by: Annotated[
+        SplitBy, typer.Option("--split-by", help="hash of a document's ids, or order: even fit, odd held-out.")
+    ] = SplitBy.HASH,
+    force: ForceOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Record which experts a model's tokens use: writes trace/."""
+    from smoe_cli.folder import TRACE
+    from smoe_cli.recording import RecordingPlan, describe_model, name_sources, record_trace
+    from smoe_profiles.artefact import check_target
+    from smoe_profiles.models import find_model
+
+    target = common.dir / TRACE
+    specs = dataset or ["builtin"]
+    sources = name_sources(specs, source or [])
+    if dry_run:
+        document = describe_model(find_model(model, download=False))
+        common.console.result(document, lambda: _show_model(common, document))
+        return
+    check_target(target, force=force)
+    plan = RecordingPlan(
+        model=find_model(model),
+        datasets=list(zip(specs, sources, strict=True)),
+        seq_len=seq_len,
+        pack=pack,
+        max_tokens=max_tokens or (BUILTIN_TOKENS if specs == ["builtin"] else None),
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        split=split,
+        split_by=split_by,
+    )
+    document = record_trace(plan, target, force=force, console=common.console)
+    common.console.result(document, lambda: _show(common, document), f"smoe build-tables{_at(common.dir)}")
+
+
+def _at(folder: Path) -> str:
+    return "" if folder == Path("smoe-out") else f" -C {folder}"
+
+
+def _show(common: Common, document: dict[str, object]) -> None:
+    rows = document["rows"]
+    assert isinstance(rows, dict)
+    common.console.line(
+        f"{document['path']}: {sum(rows.values()):,} tokens of {document['model']} "
+        f"({rows['fit']:,} fit, {rows['validation']:,} validation, {rows['heldout']:,} held-out)"
+    )
+
+
+def _show_model(common: Common, document: dict[str, object]) -> None:
+    for key in ("model", "answered_from", "family", "moe_layers", "experts", "top_k", "router_rule", "memory"):
+        common.console.line(f"{key.replace('_', ' ')}: {document[key]}")

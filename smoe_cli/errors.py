@@ -1,0 +1,67 @@
+"""Exit codes (design 6), and how any failure becomes one sentence and a code."""
+
+import errno
+import os
+import sys
+import traceback
+
+from smoe_profiles.errors import ImpossibleError, InputError, MachineError, SmoeError
+
+BUG, USAGE, INPUT, IMPOSSIBLE, CHECK, MACHINE = 1, 2, 3, 4, 5, 6
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
+
+
+class UsageError(SmoeError):
+    """The command line asks for something ambiguous or contradictory."""
+
+
+class CheckFailedError(SmoeError):
+    """verify, a strict inspection or a --fail-* threshold did not hold."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; raised in the main thread so that everything staged is removed."""
+
+
+CODES: dict[type[SmoeError], int] = {
+    UsageError: USAGE,
+    InputError: INPUT,
+    ImpossibleError: IMPOSSIBLE,
+    CheckFailedError: CHECK,
+    MachineError: MACHINE,
+}
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print what went wrong on stderr and return the exit code; a traceback only with `debug`."""
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case BrokenPipeError():
+            # The reader left: say nothing, and keep Python from flushing into the closed pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        case KeyboardInterrupt():
+            return _say("interrupted; nothing was left half written.", INTERRUPTED)
+        case Terminated():
+            return _say("terminated; nothing was left half written.", TERMINATED)
+        case SmoeError():
+            return _say(str(error), CODES[type(error)])
+        case MemoryError():
+            return _say("not enough memory for this; fewer --jobs or fewer tokens need less.", MACHINE)
+        case OSError():
+            return _say(_system_message(error), MACHINE)
+    hint = "" if debug else " Run it again with --debug for the traceback."
+    return _say(f"this is a bug in smoe: {type(error).__name__}: {error}.{hint}", BUG)
+
+
+def _system_message(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the disk is full{where}; nothing was left half written. Free some space or use another -C."
+    return f"{error.strerror or error}{where}."
+
+
+def _say(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

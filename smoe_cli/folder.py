@@ -1,0 +1,67 @@
+"""The working folder (-C): which artefacts lie where, and which one a command means."""
+
+from pathlib import Path
+
+from smoe_cli.errors import UsageError
+from smoe_profiles.artefact import Artefact, open_artefact
+from smoe_profiles.errors import InputError
+from smoe_profiles.models import Model, describe_identity, find_model, model_identity, same_model
+
+TRACE, TABLES, PLACEMENT, CHECKPOINT, MAP, EVALUATION = (
+    "trace",
+    "tables",
+    "placement",
+    "checkpoint",
+    "map",
+    "evaluation",
+)
+
+
+def sibling(placement: Path, kind: str) -> Path:
+    """The checkpoint, map or evaluation folder that belongs to a placement: the same name, another first word."""
+    return placement.with_name(placement.name.replace(PLACEMENT, kind, 1))
+
+
+def placement_path(folder: Path, ep: int, name: str | None) -> Path:
+    return folder / f"{PLACEMENT}-ep{ep}{f'-{name}' if name else ''}"
+
+
+def choose_placement(folder: Path, wanted: str | None, *, hashes: bool = False) -> Artefact:
+    """The placement a command means: the one named, or the only one that fits.
+
+    Raises UsageError if several fit and none is named, InputError if there is none.
+    """
+    if wanted:
+        path = Path(wanted) if Path(wanted).is_dir() else folder / wanted
+        return open_artefact(path, PLACEMENT, hashes=hashes)
+    found = sorted(folder.glob(f"{PLACEMENT}-ep*"))
+    if not found:
+        raise InputError(f"{folder} holds no placement; make one with smoe cocluster --ep G.")
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise UsageError(f"{folder} holds several placements; choose one with --placement: {names}.")
+    return open_artefact(found[0], PLACEMENT, hashes=hashes)
+
+
+def trace_model_name(folder: Path) -> str:
+    """Where the traced model was, from trace/run.json. Raises UsageError if that is not known."""
+    path = folder / TRACE
+    name = open_artefact(path, TRACE).run().get("model") if path.exists() else None
+    if not name:
+        raise UsageError(f"{path} does not say where its model is; give --model.")
+    return str(name)
+
+
+def model_of(artefact: Artefact, folder: Path, wanted: str | None) -> Model:
+    """The model an artefact was made for: the one given, or where the trace found it; its identity is checked.
+
+    Raises InputError if it is another model.
+    """
+    model = find_model(wanted or trace_model_name(folder))
+    identity = model_identity(model)
+    if not same_model(identity, artefact.model):
+        raise InputError(
+            f"{artefact.path} is for {describe_identity(artefact.model)}, "
+            f"but {model.name} is {describe_identity(identity)}."
+        )
+    return model

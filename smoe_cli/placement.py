@@ -1,0 +1,156 @@
+"""Placements between files and arrays: placement.parquet and runtime.safetensors (design 3).
+
+Axes: L MoE layers, E experts, P slots, G ranks, V vocabulary.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from smoe_profiles.artefact import Artefact
+from smoe_profiles.errors import InputError
+from smoe_profiles.models import map_hash
+from smoe_profiles.tables import load_arrays, save_arrays
+from smoe_profiles.tensors import read_shard
+from smoe_solvers.choices import Predictor
+from smoe_solvers.predictors import SCORE_MAX, MarkovTables, TokenChoice
+
+RUNTIME_VERSION = 1
+RUNTIME = "runtime.safetensors"
+PLACEMENT_FILE = "placement.parquet"
+ASSIGNMENT_RULE = "regret-rounds+exchange/1"
+
+UInt8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every expert goes. layer_ids: [L]; expert_to_rank: [L, E] int32; num_ranks: G."""
+
+    layer_ids: tuple[int, ...]
+    expert_to_rank: npt.NDArray[np.int32]
+    num_ranks: int
+
+    @property
+    def physical_to_logical(self) -> npt.NDArray[np.int64]:
+        """[L, P]: slot p, on rank p // (P / G), holds this expert; ascending inside a rank."""
+        return np.argsort(self.expert_to_rank, axis=1, kind="stable")
+
+    @property
+    def map_sha256(self) -> str:
+        return map_hash(self.physical_to_logical)
+
+
+@dataclass(frozen=True)
+class LayerRuntime:
+    """One layer's tables contracted to ranks. token: [V, G] u8; markov: the paper's A."""
+
+    token: UInt8Array
+    markov: MarkovTables
+
+
+def write_placement(path: Path, placement: Placement) -> None:
+    """placement.parquet: one row a slot (layer, physical, logical, rank)."""
+    physical_to_logical = placement.physical_to_logical
+    layers, slots = physical_to_logical.shape
+    table = pa.table(
+        {
+            "layer": np.repeat(np.array(placement.layer_ids, np.uint16), slots),
+            "physical": np.tile(np.arange(slots, dtype=np.uint16), layers),
+            "logical": physical_to_logical.astype(np.uint16).reshape(-1),
+            "rank": np.tile((np.arange(slots) // (slots // placement.num_ranks)).astype(np.uint16), layers),
+        }
+    )
+    pq.write_table(table, path, compression="zstd")
+
+
+def read_placement(artefact: Artefact) -> Placement:
+    """The placement of an artefact (or of a regrouped checkpoint), checked to be a permutation of every layer.
+
+    Raises InputError if it is not.
+    """
+    path = artefact.record / PLACEMENT_FILE
+    try:
+        table = pq.read_table(path)
+        layer, physical, logical, rank = (
+            table[name].to_numpy().astype(np.int64) for name in ("layer", "physical", "logical", "rank")
+        )
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise InputError(f"{path} cannot be read as a placement ({error}).") from error
+    layer_ids = tuple(int(number) for number in np.unique(layer))
+    rows = []
+    for number in layer_ids:
+        here = layer == number
+        order = np.argsort(physical[here])
+        expert, slot = logical[here][order], physical[here][order]
+        if (np.sort(expert) != np.arange(len(expert))).any() or (slot != np.arange(len(slot))).any():
+            raise InputError(f"{path}: layer {number} does not name every expert and slot exactly once.")
+        to_rank = np.empty(len(expert), np.int32)
+        to_rank[expert] = rank[here][order]
+        rows.append(to_rank)
+    if len({len(row) for row in rows}) != 1:
+        raise InputError(f"{path}: layers differ in their number of experts.")
+    return Placement(layer_ids, np.stack(rows), int(rank.max()) + 1)
+
+
+def write_runtime(
+    path: Path,
+    placement: Placement,
+    layers: list[LayerRuntime],
+    *,
+    top_k: int,
+    choice: TokenChoice,
+    model: dict[str, object],
+    layout: str,
+) -> None:
+    """runtime.safetensors: everything a run time looks up, contracted to ranks."""
+    token = np.stack([layer.token for layer in layers])
+    best = token.max(axis=2)
+    arrays = {
+        "layer_ids": np.array(placement.layer_ids, np.int32),
+        "physical_to_logical": placement.physical_to_logical.astype(np.uint16),
+        "token_scores": token,
+        "token_rank": token.argmax(axis=2).astype(np.uint8),
+        "token_confidence": best,
+        "markov2_scores": np.stack([layer.markov.two for layer in layers]),
+        "markov1_scores": np.stack([layer.markov.one for layer in layers]),
+        "popularity": np.stack([layer.markov.none for layer in layers]),
+        "predictor": np.zeros(len(layers), np.uint8),
+    }
+    metadata = {
+        "format_version": str(RUNTIME_VERSION),
+        "layout": layout,
+        "num_ranks": str(placement.num_ranks),
+        "top_k": str(top_k),
+        "vocab_size": str(token.shape[1]),
+        "score_scale": repr(SCORE_MAX / top_k),
+        "assignment": ASSIGNMENT_RULE,
+        "predictors": json.dumps([Predictor.TOKEN.value]),
+        "token_table": json.dumps({"pseudo": choice.pseudo, "unseen": choice.unseen}, sort_keys=True),
+        "model": json.dumps(model, sort_keys=True),
+    }
+    save_arrays(path, arrays, metadata)
+
+
+def read_runtime(artefact: Artefact) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
+    """Arrays and metadata of a runtime.safetensors. Raises InputError for another version."""
+    path = artefact.record / RUNTIME
+    metadata = read_shard(path).metadata
+    if metadata.get("format_version") != str(RUNTIME_VERSION):
+        raise InputError(
+            f"{path} has format_version {metadata.get('format_version')}; this smoe reads {RUNTIME_VERSION}."
+        )
+    return load_arrays(path), metadata
+
+
+def layer_runtime(arrays: dict[str, npt.NDArray[np.generic]], index: int) -> LayerRuntime:
+    """One layer's tables out of `read_runtime`'s arrays."""
+    markov = MarkovTables(
+        *(arrays[name][index].astype(np.uint8) for name in ("markov2_scores", "markov1_scores", "popularity"))
+    )
+    return LayerRuntime(arrays["token_scores"][index].astype(np.uint8), markov)

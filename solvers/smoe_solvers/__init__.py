@@ -1,0 +1,1 @@
+"""Placement and prediction on arrays: numpy, scipy and numba; no files, no torch, no model names."""

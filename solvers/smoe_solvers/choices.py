@@ -1,0 +1,43 @@
+"""Names of what can be chosen; imports nothing, so that a command line can list them at no cost."""
+
+from enum import StrEnum
+
+
+class Goal(StrEnum):
+    """What a placement is optimised for (design 4.2)."""
+
+    LAR = "lar"
+    FANOUT = "fanout"
+    BLEND = "blend"
+    ILP = "ilp"
+
+
+class Method(StrEnum):
+    """How to place: Cross-Entropy (all placements where they are few), the contiguous start, METIS x 40 seeds."""
+
+    CE = "ce"
+    CONTIGUOUS = "contiguous"
+    METIS = "metis"
+
+
+class Effort(StrEnum):
+    """How much to search; counts, not seconds."""
+
+    FAST = "fast"
+    DEFAULT = "default"
+    THOROUGH = "thorough"
+
+
+class Assignment(StrEnum):
+    """How tokens get a rank from scores: the rule that is served, or min-cost flow as the reference."""
+
+    RULE = "rule"
+    EXACT = "exact"
+
+
+class Predictor(StrEnum):
+    """Where the scores come from: the token table, the Markov tables, or the paper's more confident of both."""
+
+    TOKEN = "token"
+    MARKOV = "markov"
+    PAPER = "paper"

@@ -1,0 +1,104 @@
+"""The figures of design 1 for one layer, one placement and one way of giving tokens homes.
+
+Axes: N rows in batches of T, E experts, G ranks, K experts a token.
+"""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_solvers.assignment import Int32Array, UInt8Array, assign_exact, assign_rule
+from smoe_solvers.choices import Assignment
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measured over one part, in the words of design 1; busiest: rows in or out of the busiest rank, times G / T."""
+
+    lar: float
+    fanout: float
+    remote_fanout: float
+    remote_fanout_busiest: float
+    load_imbalance: float
+    load_imbalance_batch: float
+    token_imbalance: float
+
+
+def batches(rows: int, size: int) -> list[slice]:
+    """Runs of `size` consecutive rows, the last one shorter."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def quota(rows: int, ranks: int) -> int:
+    return -(-rows // ranks)
+
+
+def home_without_shuffle(rows: int, ranks: int, batch: int) -> Int32Array:
+    """Where the i-th row of a batch lies without a shuffle: rank i // ceil(T / G). Returns [N]."""
+    homes = [np.arange(part.stop - part.start) // quota(part.stop - part.start, ranks) for part in batches(rows, batch)]
+    return np.concatenate(homes).astype(np.int32)
+
+
+def home_by_scores(scores: npt.NDArray[np.integer], batch: int, assignment: Assignment) -> Int32Array:
+    """Where a shuffle by these scores puts each row. scores: [N, G] (u8 for the rule). Returns [N]."""
+    ranks = scores.shape[1]
+    if assignment is Assignment.EXACT:
+        parts = [assign_exact(scores[part], quota(len(scores[part]), ranks)) for part in batches(len(scores), batch)]
+    else:
+        narrow: UInt8Array = scores.astype(np.uint8)
+        parts = [assign_rule(narrow[part], quota(len(narrow[part]), ranks)) for part in batches(len(narrow), batch)]
+    return np.concatenate(parts)
+
+
+def measure(
+    counts: npt.NDArray[np.int32], home: Int32Array, batch: int, wishes: npt.NDArray[np.integer] | None
+) -> Figures:
+    """All figures. counts: [N, G] n_g; home: [N]; wishes: [N, G] scores before any quota, or None without a shuffle."""
+    rows, ranks = counts.shape
+    at_home = counts[np.arange(rows), home]
+    needed = counts > 0
+    remote = needed.copy()
+    remote[np.arange(rows), home] = False
+    parts = batches(rows, batch)
+    busiest = sum(_busiest_rank(remote[part], home[part]) for part in parts)
+    per_batch = [_imbalance(counts[part].sum(axis=0)) for part in parts]
+    wished = np.ones(ranks) if wishes is None else np.bincount(wishes.argmax(axis=1), minlength=ranks)
+    return Figures(
+        lar=float(at_home.sum() / counts.sum()),
+        fanout=float(needed.sum(axis=1).mean()),
+        remote_fanout=float(remote.sum(axis=1).mean()),
+        remote_fanout_busiest=float(busiest * ranks / rows),
+        load_imbalance=_imbalance(counts.sum(axis=0)),
+        load_imbalance_batch=float(np.mean(per_batch)),
+        token_imbalance=_imbalance(wished),
+    )
+
+
+def _imbalance(load: npt.NDArray[np.number]) -> float:
+    return float(load.max() / load.mean())
+
+
+def _busiest_rank(remote: npt.NDArray[np.bool_], home: Int32Array) -> int:
+    """Rows through the busiest direction of the busiest rank in one dispatch."""
+    received = remote.sum(axis=0)
+    sent = np.bincount(home, weights=remote.sum(axis=1), minlength=remote.shape[1])
+    return int(max(received.max(), sent.max()))
+
+
+def wire_rows(remote_fanout: float, ranks: int) -> dict[str, float]:
+    """Rows of H elements a token and layer, summed over ranks, for each way to run a layer (design 1)."""
+    gather, exchange = ranks - 1, 2 * remote_fanout
+    return {
+        "ar-ep": 2 * gather + exchange + gather,
+        "sp-ep": gather + exchange + gather,
+        "speculative": gather + exchange + gather,
+        "dp-ep": exchange,
+        "replicated": 4.0 * gather,
+    }
+
+
+def mean_figures(figures: list[Figures]) -> Figures:
+    """The mean over layers, figure by figure."""
+    names = asdict(figures[0])
+    return Figures(**{name: float(np.mean([asdict(one)[name] for one in figures])) for name in names})

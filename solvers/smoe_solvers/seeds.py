@@ -1,0 +1,77 @@
+"""Placements to start a search from (solver_study.md section 2).
+
+Axes: E experts, G ranks, U kinds of rows, M entries. Every seed is a balanced placement, [E] int32.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
+
+from smoe_solvers.assignment import Int32Array
+from smoe_solvers.descent import pair_descent
+from smoe_solvers.objectives import block_value, coactivation
+from smoe_solvers.problem import UNIT, Problem
+
+KMEANS_ROUNDS = 30
+FORBIDDEN = 1e15
+
+
+def random_placement(problem: Problem, generator: np.random.Generator) -> Int32Array:
+    """A uniformly random balanced placement among the allowed ones."""
+    return place_experts(generator.random((problem.num_experts, problem.num_ranks)), problem)
+
+
+def place_experts(affinity: npt.NDArray[np.floating], problem: Problem) -> Int32Array:
+    """The balanced placement of highest total affinity, exact (a transport problem). affinity: [E, G]."""
+    slots = problem.num_experts // problem.num_ranks
+    cost = np.where(problem.allowed, affinity, -FORBIDDEN)
+    expert, slot = linear_sum_assignment(np.repeat(cost, slots, axis=1), maximize=True)
+    placement = np.empty(problem.num_experts, np.int32)
+    placement[expert] = slot // slots
+    return placement
+
+
+def rank_demand(problem: Problem, scores: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """Demand of the rows each rank would hold under an exact assignment by `scores`. scores: [U, G]. Returns [E, G]."""
+    flow = np.zeros((len(problem.kind), problem.num_ranks), np.int32)
+    rows = np.zeros((scores.shape[0], problem.num_ranks))
+    for block in range(problem.num_blocks):
+        start, stop = problem.block_start[block], problem.block_start[block + 1]
+        price = np.zeros(problem.num_ranks, np.int64)
+        block_value(
+            scores,
+            problem.kind,
+            problem.multiplicity,
+            start,
+            stop,
+            problem.quota[block],
+            problem.cap,
+            price,
+            flow,
+        )
+        np.add.at(rows, problem.kind[start:stop], flow[: stop - start])
+    return problem.demand @ rows
+
+
+def soft_kmeans(problem: Problem, generator: np.random.Generator) -> Int32Array:
+    """Two-dimensional balanced k-means with soft centroids, from a random start to a fixed point.
+
+    Rows go to ranks by exact quota assignment on centroid scores; a centroid is its rank's activation histogram,
+    L2-normalised; experts go to ranks by an exact equal-size assignment.
+    """
+    placement = random_placement(problem, generator)
+    centroid = (placement[:, None] == np.arange(problem.num_ranks)).astype(np.float64)
+    for _ in range(KMEANS_ROUNDS):
+        centroid /= np.maximum(np.linalg.norm(centroid, axis=0), 1e-12)
+        scores = np.rint(problem.demand.T @ centroid).astype(np.int32)
+        affinity = rank_demand(problem, np.ascontiguousarray(scores))
+        moved = place_experts(affinity / UNIT, problem)
+        if (moved == placement).all():
+            break
+        placement, centroid = moved, affinity
+    return placement
+
+
+def pair_cut(problem: Problem, generator: np.random.Generator) -> Int32Array:
+    """Co-activation kept inside ranks, by swap descent from a random start."""
+    return pair_descent(coactivation(problem), random_placement(problem, generator), problem, generator)
