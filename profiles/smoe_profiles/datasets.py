@@ -19,7 +19,7 @@ from smoe_profiles.errors import InputError, MachineError
 from smoe_profiles.split import Document, TokenIds
 
 BUILTIN = "builtin"
-PIECE_CHARACTERS = 8000
+PIECE_CHARACTERS = 3000
 BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 COMPRESSIONS = (".xz", ".gz", ".zst", ".bz2")
 

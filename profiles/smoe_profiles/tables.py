@@ -28,7 +28,9 @@ MAX_BLOCKS = 64
 VALIDATION_BLOCKS = 8
 NO_NEIGHBOUR = np.iinfo(np.uint32).max
 KEEP_SINGLES = 64
-SAFETENSORS_DTYPES = {"int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float32": "F32"}
+SAFETENSORS_DTYPES = {
+    "int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float32": "F32",
+}  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 UInt32Array = npt.NDArray[np.uint32]
@@ -91,8 +93,8 @@ def _one_hot(experts: ExpertIds, num_experts: int) -> csr_array:
 def count_bigrams(context: Sequence[ExpertIds], experts: ExpertIds, num_experts: int) -> pa.Table:
     """The expert-level 2-gram: top experts of the two MoE layers before -> counts over this layer's experts.
 
-    context: the top experts two layers and one layer before, [N] each; experts: [N, K]. Entries seen once are dropped where
-    E > 64. Columns first, second, expert (u16) and count (u32).
+    context: the top experts two layers and one layer before, [N] each; experts: [N, K]. Entries seen once are
+    dropped where E > 64. Columns first, second, expert (u16) and count (u32).
     """
     first, second = context
     base = max(int(first.max(initial=0)), int(second.max(initial=0)), num_experts - 1) + 1

@@ -6,7 +6,7 @@ import typer
 
 from smoe_cli.options import Common
 
-MODEL, EP, TOKENS = "tiny-deepseek", 8, 120_000
+MODEL, EP, TOKENS = "tiny-deepseek", 8, 40_000
 
 
 def demo(common: Common) -> None:
@@ -16,7 +16,7 @@ def demo(common: Common) -> None:
     steps = (
         f"profile --model {MODEL} --max-tokens {TOKENS}",
         "build-tables",
-        f"cocluster --ep {EP}",
+        f"cocluster --ep {EP} --effort fast",
         "regroup",
         "verify",
         "evaluate",

@@ -72,9 +72,11 @@ class Problem:
         return (np.arange(self.num_experts) // (self.num_experts // self.num_ranks)).astype(np.int32)
 
     def few_blocks(self, count: int) -> "Problem":
-        """The same problem on `count` evenly spread blocks, for searching; fan-out sets are kept whole."""
+        """The same problem on `count` evenly spread blocks and as large a share of the fan-out sets, for searching."""
         if self.num_blocks <= count:
             return self
+        step = -(-self.num_blocks // count)
+        set_weight = self.set_weight[::step]
         chosen = np.linspace(0, self.num_blocks - 1, count).round().astype(np.int64)
         entries = [np.arange(self.block_start[b], self.block_start[b + 1]) for b in chosen]
         flat = np.concatenate(entries)
@@ -87,7 +89,13 @@ class Problem:
             multiplicity=self.multiplicity[flat],
             block_start=np.concatenate([[0], np.cumsum([len(part) for part in entries])]).astype(np.int64),
             quota=self.quota[chosen],
-            weights=replace(self.weights, local=self.weights.local / share),
+            sets=self.sets[::step],
+            set_weight=set_weight,
+            weights=replace(
+                self.weights,
+                local=self.weights.local / share,
+                fanout=self.weights.fanout * self.set_weight.sum() / max(int(set_weight.sum()), 1),
+            ),
             activations=round(self.activations * share),
         )
 

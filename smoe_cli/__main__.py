@@ -1,0 +1,5 @@
+"""`python -m smoe_cli` is `smoe`."""
+
+from smoe_cli.app import main
+
+main()
