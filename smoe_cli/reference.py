@@ -51,7 +51,8 @@ def _option(parameter: inspect.Parameter) -> Option:
     default = "required" if required else str(getattr(parameter.default, "value", parameter.default))
     # Option("--ep", ...) keeps its first name as `default` until typer reads the annotation.
     names = [info.default] if isinstance(info.default, str) else []
-    return Option(parameter.name, ", ".join([*names, *(info.param_decls or ())]), _kind(plain, info), default, repeatable, info.help or "")
+    shown = ", ".join([*names, *(info.param_decls or ())])
+    return Option(parameter.name, shown, _kind(plain, info), default, repeatable, info.help or "")
 
 
 def _kind(plain: Any, info: OptionInfo) -> str:
@@ -67,8 +68,8 @@ def page() -> str:
     lines = [
         "# Command line",
         "",
-        "Generated from the program by `make docs`; a test holds the two together. A value comes from the command line,",
-        "else from the variable `SMOE_<OPTION>` (`SMOE_SEQ_LEN`), else from the `--config` file, else from the default.",
+        "Generated from the program by `make docs`; a test holds the two together. A value comes from the command",
+        "line, else from the variable `SMOE_<OPTION>` (`SMOE_SEQ_LEN`), else from `--config`, else from the default.",
         "",
         "## Options of every command",
         "",

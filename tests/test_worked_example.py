@@ -1,7 +1,7 @@
 """The paper's picture, 5 -> 3 -> 1 remote activations with 2 ranks, 8 tokens and top-2, needs six experts.
 
-With four, a token's two experts are either on one rank or split, and a split token costs one whatever its home. If a, b, c
-tokens use the pairs of the three balanced placements, a + b + c = 8, an exact shuffle leaves 8 - a + 2 * overflow.
+With four, a token's two experts are either on one rank or split, and a split token costs one whatever its home. If
+a, b, c tokens use the pairs of the three balanced placements, a + b + c = 8, an exact shuffle leaves at least 8 - a.
 """
 
 from itertools import product

@@ -1,6 +1,6 @@
 """Every command shown in README and docs works as it stands, in the order of its page.
 
-Published models are stood in for by the bundled ones in a hub cache of their own name; prompts are a cut of the fixtures.
+Published models are stood in for by bundled ones in a hub cache under their name; prompts are a cut of the fixtures.
 """
 
 import gzip
