@@ -1,8 +1,10 @@
 """The `smoe` command: its sub-commands, and the way every failure leaves it."""
 
+import os
 import signal
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -58,14 +60,14 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(args=arguments, prog_name="smoe", standalone_mode=False)
         sys.stdout.flush()
-    except typer.Abort:
-        return errors.report(KeyboardInterrupt(), debug=False)
     except typer.TyperException as error:
         show = getattr(error, "show", None)
         if show:
             show()
         return int(getattr(error, "exit_code", errors.USAGE))
-    except (Exception, KeyboardInterrupt, errors.Terminated) as error:  # noqa: BLE001 (the last resort)
+    except SystemExit:  # typer's answer to a reader that left while help was printed
+        return errors.report(errors.ReaderGone(), debug=debug)
+    except BaseException as error:  # noqa: BLE001 (the last resort: every failure gets its sentence and code)
         return errors.report(error, debug=debug)
     return code if isinstance(code, int) else 0
 
@@ -73,4 +75,8 @@ def run(arguments: list[str]) -> int:
 def main() -> NoReturn:
     """Entry point of the `smoe` script."""
     signal.signal(signal.SIGTERM, _on_term)
-    sys.exit(run(sys.argv[1:]))
+    closed = sys.stdout is None
+    if closed:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the end)
+    code = run(sys.argv[1:])
+    sys.exit(errors.BROKEN_PIPE if closed and not code else code)

@@ -19,6 +19,14 @@ class CheckFailedError(SmoeError):
     """verify, a strict inspection or a --fail-* threshold did not hold."""
 
 
+class Interrupted(BaseException):
+    """Ctrl-C arrived while a command ran; typer would turn a KeyboardInterrupt into a silent exit."""
+
+
+class ReaderGone(BaseException):
+    """Whoever read stdout closed it; typer would turn the error into exit code 1."""
+
+
 class Terminated(BaseException):
     """SIGTERM arrived; raised in the main thread so that everything staged is removed."""
 
@@ -37,11 +45,11 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     match error:
-        case BrokenPipeError():
-            # The reader left: say nothing, and keep Python from flushing into the closed pipe at exit.
+        case BrokenPipeError() | ReaderGone():
+            # Say nothing, and keep Python from flushing into the closed pipe at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        case KeyboardInterrupt():
+        case KeyboardInterrupt() | Interrupted():
             return _say("interrupted; nothing was left half written.", INTERRUPTED)
         case Terminated():
             return _say("terminated; nothing was left half written.", TERMINATED)

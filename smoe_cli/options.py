@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.models import OptionInfo
 
+from smoe_cli import errors
 from smoe_cli.console import Console
 
 
@@ -87,7 +88,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         common = {name: values.pop(name) for name in COMMON}
         console = Console(json=common["json"], quiet=common["quiet"], verbose=common["verbose"])
-        function(Common(dir=common["dir"], console=console), **values)
+        try:
+            function(Common(dir=common["dir"], console=console), **values)
+        except KeyboardInterrupt as error:
+            raise errors.Interrupted from error
+        except BrokenPipeError as error:
+            raise errors.ReaderGone from error
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
     for parameter in parameters:

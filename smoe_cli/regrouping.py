@@ -32,7 +32,7 @@ def regroup_model(
     """
     placement = read_placement(chosen)
     found = find_model(model_name or trace_model_name(folder))
-    record = recorded_map(found.local_folder())
+    record = recorded_map(found.local_folder(), len(found.spec.layers), found.spec.layers[0].num_experts)
     if record is not None and map_hash(record) == placement.map_sha256:
         raise ImpossibleError(
             f"{found.name} is already regrouped by {chosen.path.name}; applying it again would undo it."
@@ -161,7 +161,7 @@ def _record_failures(written: Artefact, chosen: Artefact, placement: Placement) 
     failures = []
     if written.parent_id("placement") != chosen.id:
         failures.append(f"{written.path}: made from another version of {chosen.path.name}")
-    record = recorded_map(written.path) if written.record != written.path else None
+    record = recorded_map(written.path, *placement.expert_to_rank.shape) if written.record != written.path else None
     if record is not None and map_hash(record) != placement.map_sha256:
         failures.append(f"{RUNTIME} and {PLACEMENT_FILE} record different maps")
     return failures

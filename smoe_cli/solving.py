@@ -83,7 +83,7 @@ class LayerInput:
 
 
 def check_ep(layers: list[dict[str, Any]], ep: int, whole_groups: bool) -> None:
-    """Refuse an EP that cannot be, with the ones that can. Raises ImpossibleError, UsageError for EP 1."""
+    """Refuse an EP that cannot be, with the ones that can. Raises ImpossibleError."""
     experts = layers[0]["num_experts"]
     valid = [g for g in range(2, experts + 1) if experts % g == 0]
     if ep not in valid:

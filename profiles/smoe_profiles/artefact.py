@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,15 @@ LIBRARIES = ("smoe", "numpy", "scipy", "numba", "pyarrow", "torch", "transformer
 
 @dataclass(frozen=True)
 class Artefact:
-    """A published folder. `record` is where manifest.json lies: the folder itself, or its `smoe/`."""
+    """A published folder, as it was when opened.
+
+    record: where manifest.json lies, the folder itself or its `smoe/`; id: the manifest's sha256.
+    """
 
     path: Path
     record: Path
     manifest: dict[str, Any]
-
-    @cached_property
-    def id(self) -> str:
-        return hashlib.sha256((self.record / "manifest.json").read_bytes()).hexdigest()
+    id: str
 
     @property
     def kind(self) -> str:
@@ -99,9 +98,27 @@ def open_artefact(path: Path, kind: str, *, hashes: bool = False) -> Artefact:
         )
     if manifest.get("kind") != kind:
         raise InputError(f"{path} is a {manifest.get('kind')} artefact; a {kind} was expected.")
+    _check_manifest(record / "manifest.json", manifest)
+    identity = file_hash(record / "manifest.json")
     for name, facts in manifest["files"].items():
         _check_file(path, name, facts, hashes)
-    return Artefact(path, record, manifest)
+    return Artefact(path, record, manifest, identity)
+
+
+def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """The parts every reader uses must be there and of their type; a file name must stay inside the folder."""
+    shapes = {"parameters": dict, "model": dict, "parents": list, "files": dict}
+    for key, kind in shapes.items():
+        if not isinstance(manifest.get(key), kind):
+            raise InputError(f"{path} has {key} = {manifest.get(key)!r}; a {kind.__name__} was expected.")
+    for parent in manifest["parents"]:
+        if not isinstance(parent, dict) or not all(isinstance(parent.get(key), str) for key in ("kind", "id")):
+            raise InputError(f"{path} names a parent {parent!r}; kind and id were expected.")
+    for name, facts in manifest["files"].items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        known = isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)
+        if not inside or not known:
+            raise InputError(f"{path} lists the file {name!r} with {facts!r}; a size and sha256 were expected.")
 
 
 def _check_file(folder: Path, name: str, facts: dict[str, Any], hashes: bool) -> None:
@@ -182,6 +199,7 @@ def publish(
         _write_json(draft.record / "manifest.json", manifest)
         for folder in {path.parent for path in staging.rglob("*")}:
             _sync_directory(folder)
+        check_target(target, force=force)
         _rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -193,6 +211,8 @@ def publish(
 def _lock_empty(staging: Path) -> int:
     """Make the staging folder, lock it for this process and empty what a killed run left there."""
     while True:
+        if staging.is_symlink():
+            raise MachineError(f"{staging} is a symbolic link; smoe stages there and will not write through it.")
         staging.mkdir(exist_ok=True)
         lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -39,14 +39,25 @@ def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) 
     else:
         rows = _library_rows(spec)
     for row in rows:
-        ids = np.asarray(tokenize(row) if isinstance(row, str) else row, dtype=np.int64)
-        if ids.ndim != 1:
-            raise InputError(f"dataset {spec}: token ids of shape {list(ids.shape)}; one list a document was expected.")
+        ids = _token_ids(tokenize(row) if isinstance(row, str) else row, spec)
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             bad = ids.max() if ids.min() >= 0 else ids.min()
             raise InputError(f"dataset {spec} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
         if len(ids):
             yield Document(ids.astype(np.uint32), source)
+
+
+def _token_ids(row: Any, spec: str) -> npt.NDArray[np.int64]:
+    """One document's ids, [n]. Raises InputError for anything but a flat list of whole numbers."""
+    try:
+        ids = np.asarray(row)
+    except ValueError as error:
+        raise InputError(f"dataset {spec}: a document's token ids are no flat list of numbers ({error}).") from error
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise InputError(
+            f"dataset {spec}: a document is {ids.dtype} {list(ids.shape)}; text or one list a document was expected."
+        )
+    return ids.astype(np.int64)
 
 
 def limit_tokens(documents: Iterator[Document], max_tokens: int | None) -> Iterator[Document]:
@@ -108,7 +119,7 @@ def _pieces(paragraphs: list[str], joint: str) -> Iterator[str]:
 def _npz_rows(spec: str) -> Iterator[TokenIds | npt.NDArray[Any]]:
     path, _, key = spec.partition("#")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
             key = key or "input_ids"
             if key not in archive.files:
                 raise InputError(

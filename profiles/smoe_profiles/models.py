@@ -167,7 +167,7 @@ def _snapshot(hub_id: str, download: bool) -> Path | None:
         return None
 
 
-def recorded_map(folder: Path) -> npt.NDArray[np.int64] | None:
+def recorded_map(folder: Path, layers: int, experts: int) -> npt.NDArray[np.int64] | None:
     """The map that made a regrouped checkpoint, physical_to_logical [L, E]; None for any other folder."""
     path = folder / "smoe" / "runtime.safetensors"
     if not path.exists():
@@ -176,7 +176,10 @@ def recorded_map(folder: Path) -> npt.NDArray[np.int64] | None:
     tensor = next((tensor for tensor in shard.tensors if tensor.name == "physical_to_logical"), None)
     if tensor is None or tensor.dtype != "U16" or len(tensor.shape) != 2:
         raise InputError(f"{path} has no physical_to_logical [layers, slots]; the checkpoint's record is damaged.")
-    return np.frombuffer(shard.read(tensor), "<u2").astype(np.int64).reshape(tensor.shape)
+    recorded = np.frombuffer(shard.read(tensor), "<u2").astype(np.int64).reshape(tensor.shape)
+    if recorded.shape != (layers, experts) or (np.sort(recorded, axis=1) != np.arange(experts)).any():
+        raise InputError(f"{path} records no permutation of {experts} experts in {layers} layers.")
+    return recorded
 
 
 def map_hash(physical_to_logical: npt.NDArray[np.int64]) -> str:
@@ -193,11 +196,7 @@ def model_identity(model: Model) -> dict[str, Any]:
     """
     files = model.files().by_name()
     digest = hashlib.sha256()
-    record = recorded_map(model.local_folder())
-    if record is not None and len(record) != len(model.spec.layers):
-        raise InputError(
-            f"{model.local_folder()}/smoe records {len(record)} layers; the model has {len(model.spec.layers)}."
-        )
+    record = recorded_map(model.local_folder(), len(model.spec.layers), model.spec.layers[0].num_experts)
     for index, layer in enumerate(model.spec.layers):
         name = f"{model.spec.family.block.format(layer=layer.id)}.{model.spec.family.router[0]}"
         if name not in files:

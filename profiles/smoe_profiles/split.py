@@ -104,7 +104,9 @@ def _fill_empty(fractions: list[float]) -> list[str]:
             if sizes[donor] < 2:
                 break
             smallest = min((fraction, i) for i, fraction in enumerate(fractions) if parts[i] == donor)[1]
-            parts[smallest] = part
+            for i, fraction in enumerate(fractions):  # copies of one document stay together
+                if fraction == fractions[smallest]:
+                    parts[i] = part
     return parts
 
 

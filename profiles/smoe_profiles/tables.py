@@ -20,7 +20,7 @@ from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import Model, input_embedding
 from smoe_profiles.tensors import as_float32, encode_header, read_shard
-from smoe_profiles.trace import ExpertIds, Trace, TraceLayer
+from smoe_profiles.trace import ExpertIds, Trace, TraceLayer, read_layers
 
 FIT_PARTS = ("fit", "validation")
 BLOCK_ROWS = 1024
@@ -112,9 +112,9 @@ def count_bigrams(context: Sequence[ExpertIds], experts: ExpertIds, num_experts:
 def choose_blocks(source: npt.NDArray[Any], max_blocks: int, min_blocks: int, seed: int) -> Int64Array:
     """Where sample blocks lie in a part: start and stop rows, [B, 2].
 
-    source: [N] the data set of each row. Blocks are runs of 1,024 consecutive rows of one source, evenly spaced from a
-    seeded offset, as many a source as its share; a part of fewer than min_blocks full blocks gives min_blocks equal
-    shorter ones.
+    source: [N] the data set of each row. The part is cut into runs of 1,024 consecutive rows of one source; max_blocks
+    of them are taken, evenly spaced from a seeded offset, so that a source gives as many as its share. A part of fewer
+    than min_blocks full blocks gives min_blocks equal shorter ones.
     """
     rows = len(source)
     if rows < min_blocks * BLOCK_ROWS:
@@ -122,15 +122,12 @@ def choose_blocks(source: npt.NDArray[Any], max_blocks: int, min_blocks: int, se
         return np.stack([edges[:-1], edges[1:]], axis=1)
     borders = np.flatnonzero(source[1:] != source[:-1]) + 1
     starts, stops = np.concatenate([[0], borders]), np.concatenate([borders, [rows]])
-    generator = np.random.default_rng(seed)
-    chosen = []
-    for start, stop in zip(starts, stops, strict=True):
-        slots = -(-(stop - start) // BLOCK_ROWS)
-        wanted = min(slots, max(1, round(max_blocks * (stop - start) / rows)))
-        places = np.floor((np.arange(wanted) + generator.random()) * slots / wanted).astype(np.int64)
-        begin = start + places * BLOCK_ROWS
-        chosen.append(np.stack([begin, np.minimum(begin + BLOCK_ROWS, stop)], axis=1))
-    return np.concatenate(chosen)
+    begin = np.concatenate([np.arange(start, stop, BLOCK_ROWS) for start, stop in zip(starts, stops, strict=True)])
+    end = np.minimum(begin + BLOCK_ROWS, np.repeat(stops, -(-(stops - starts) // BLOCK_ROWS)))
+    wanted = min(max_blocks, len(begin))
+    offset = np.random.default_rng(seed).random()
+    chosen = np.floor((np.arange(wanted) + offset) * len(begin) / wanted).astype(np.int64)
+    return np.stack([begin[chosen], end[chosen]], axis=1).astype(np.int64)
 
 
 def nearest_neighbours(
@@ -170,6 +167,11 @@ def write_tables(
     budgets = {"fit": (MAX_BLOCKS - VALIDATION_BLOCKS * 2, 1), "validation": (VALIDATION_BLOCKS * 2, VALIDATION_BLOCKS)}
     blocks = {part: choose_blocks(facts[part]["source"], *budgets[part], seed) for part in FIT_PARTS}
     token_id = {part: facts[part]["token_id"].astype(np.uint32) for part in FIT_PARTS}
+    largest = max(int(token_id[part].max()) for part in FIT_PARTS)
+    if largest >= trace.vocab_size:
+        raise InputError(
+            f"{trace.artefact.path} holds token id {largest}; its vocabulary has {trace.vocab_size} entries."
+        )
     _write_vocabulary(folder / "vocabulary.safetensors", token_id, trace.vocab_size, model)
     samples = {part: {"token_id": _take(token_id[part], blocks[part])} for part in FIT_PARTS}
     previous: list[dict[str, ExpertIds]] = []
@@ -337,5 +339,4 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 def open_tables(path: Path, *, hashes: bool = False) -> Tables:
     artefact = open_artefact(path, "tables", hashes=hashes)
-    layers = tuple(TraceLayer(**layer) for layer in artefact.parameters["layers"])
-    return Tables(artefact, layers, int(artefact.parameters["vocab_size"]))
+    return Tables(artefact, *read_layers(artefact))

@@ -72,13 +72,17 @@ def read_shard(path: Path) -> Shard:
             if size < 8 or length > min(MAX_HEADER, size - 8):
                 raise InputError(f"{path} is not a safetensors file: its header claims {length} of {size} bytes.")
             raw = file.read(length)
-        header = json.loads(raw.decode("utf-8"))
-        metadata = header.pop("__metadata__", {})
-        entries = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, RecursionError) as error:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{path} has an unreadable safetensors header ({error}).") from error
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing, though the model's index names it.") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path} has a safetensors header that is no table of tensors.")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{path} has __metadata__ that is no table of texts.")
+    entries = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
     tensors = sorted(entries, key=lambda tensor: (tensor.start, tensor.stop, tensor.name))
     position = 8 + length
     for tensor in tensors:
@@ -96,7 +100,9 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         numbers = (*shape, start, stop)
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"{path}: the header entry of tensor {name} is malformed ({error!r}).") from error
-    if not all(isinstance(number, int) and 0 <= number < 1 << 48 for number in numbers) or stop < start:
+    if not isinstance(dtype, str) or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; names and dtypes are plain text.")
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers) or stop < start:
         raise InputError(f"{path}: tensor {name} has impossible shape {shape} or offsets {start}..{stop}.")
     expected = ITEM_BYTES.get(dtype)
     items = 1
@@ -140,7 +146,7 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
             raise InputError(f"{index_path} has no weight_map from tensor names to file names.")
         names = sorted(set(weight_map.values()))
         for name in names:
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", "..") or not name.isprintable():
                 raise InputError(f"{index_path} names {name!r}, which is not a file of this folder.")
         checkpoint = CheckpointFiles(folder, tuple(read_shard(folder / name) for name in names), has_index=True)
         _check_index(index_path, weight_map, checkpoint)
@@ -182,14 +188,8 @@ def encode_header(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[
 def read_json(path: Path) -> Any:
     """JSON from a file, refusing duplicate keys; InputError names the file."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            raise InputError(f"{path} repeats the key {next(key for key in keys if keys.count(key) > 1)!r}.")
-        return dict(pairs)
-
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -207,3 +207,11 @@ def as_float32(tensor: TensorInfo, data: bytes) -> npt.NDArray[np.float32]:
     if tensor.dtype not in NUMPY_DTYPES:
         raise InputError(f"tensor {tensor.name} has dtype {tensor.dtype}; a float tensor was expected.")
     return np.frombuffer(data, NUMPY_DTYPES[tensor.dtype]).astype(np.float32).reshape(tensor.shape)
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON pairs as a table; InputError if a key comes twice, since readers disagree on which one counts."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        raise InputError(f"{path} repeats the key {next(key for key in keys if keys.count(key) > 1)!r}.")
+    return dict(pairs)

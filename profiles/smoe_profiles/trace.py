@@ -174,7 +174,7 @@ class Trace:
     def _groups(self, columns: list[str]) -> Iterator[pa.Table]:
         for name in sorted(self.artefact.manifest["files"]):
             if name.endswith(".parquet"):
-                yield from _read_groups(self.artefact.path / name, [*columns, "split"])
+                yield from _read_groups(self.artefact.path / name, [*columns, "split"], schema(self.layers))
 
     def read(self, columns: Sequence[str], part: str) -> dict[str, npt.NDArray[Any]]:
         """Columns of one part's rows, in order: [N] or, for experts and weights, [N, K]; names as str objects."""
@@ -183,6 +183,8 @@ class Trace:
             kept = table.filter(pc.equal(table["split"], part))
             for column in columns:
                 found[column].append(_to_numpy(kept[column]))
+        if not all(found.values()):
+            raise InputError(f"{self.artefact.path} holds no Parquet rows; the trace is incomplete.")
         return {column: np.concatenate(pieces) for column, pieces in found.items()}
 
     def experts(self, layer: TraceLayer, part: str) -> ExpertIds:
@@ -192,19 +194,36 @@ class Trace:
         return experts
 
     def rows(self, part: str) -> int:
-        return int(self.artefact.parameters["rows"][part])
+        rows = self.artefact.parameters.get("rows")
+        if not isinstance(rows, dict) or type(rows.get(part)) is not int:
+            raise InputError(f"{self.artefact.record / 'manifest.json'} does not say how many rows {part} has.")
+        return int(rows[part])
 
 
-def _read_groups(path: Path, columns: list[str]) -> Iterator[pa.Table]:
+def _read_groups(path: Path, columns: list[str], expected: pa.Schema) -> Iterator[pa.Table]:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         missing = set(columns) - set(file.schema_arrow.names)
         if missing:
             raise InputError(f"{path} has no column {min(missing)}; the trace is incomplete.")
         for group in range(file.num_row_groups):
-            yield file.read_row_group(group, columns=columns)
+            table = file.read_row_group(group, columns=columns)
+            for column in columns:
+                _check_column(path, table[column], expected.field(column))
+            yield table
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet ({error}).") from error
+
+
+def _check_column(path: Path, column: pa.ChunkedArray, expected: pa.Field) -> None:
+    """A column must have the schema's very type: a narrowing or a null would shift or wrap ids unnoticed."""
+    same = column.type == expected.type
+    if pa.types.is_dictionary(expected.type) and pa.types.is_dictionary(column.type):
+        same = column.type.value_type == expected.type.value_type
+    if not same:
+        raise InputError(f"{path}: column {expected.name} is {column.type}; {expected.type} was expected.")
+    if column.null_count and not expected.nullable:
+        raise InputError(f"{path}: column {expected.name} has {column.null_count} empty rows.")
 
 
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
@@ -225,5 +244,17 @@ def open_trace(path: Path, *, hashes: bool = False) -> Trace:
     level = artefact.parameters.get("level")
     if level != LEVEL:
         raise ImpossibleError(f"{path} is of level {level}; level {LEVEL} is needed here. Record it with smoe profile.")
-    layers = tuple(TraceLayer(**layer) for layer in artefact.parameters["layers"])
-    return Trace(artefact, layers, int(artefact.parameters["vocab_size"]))
+    return Trace(artefact, *read_layers(artefact))
+
+
+def read_layers(artefact: Artefact) -> tuple[tuple[TraceLayer, ...], int]:
+    """The layers and vocabulary size an artefact's manifest records. Raises InputError if they are not as written."""
+    try:
+        layers = tuple(TraceLayer(**layer) for layer in artefact.parameters["layers"])
+        numbers = [artefact.parameters["vocab_size"], *(n for x in layers for n in (x.id, x.num_experts, x.top_k))]
+        stacks = [layer.stack for layer in layers]
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{artefact.record / 'manifest.json'} does not describe its layers ({error!r}).") from error
+    if not layers or not all(type(n) is int and n >= 0 for n in numbers) or not all(type(s) is str for s in stacks):
+        raise InputError(f"{artefact.record / 'manifest.json'} describes impossible layers or vocabulary.")
+    return layers, numbers[0]

@@ -128,8 +128,8 @@ class _Comparison:
     copy: LayerLoader
     logical_of: dict[int, npt.NDArray[np.int64]]
     progress: Callable[[int], None]
+    hidden: torch.Tensor
     report: RoutingReport = field(default_factory=RoutingReport)
-    hidden: torch.Tensor | None = None
     excused: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     _recorder: Recorder | None = None
@@ -148,14 +148,13 @@ class _Comparison:
             self._recorder.__exit__()
             self._recorder = None
         twin = self.copy.fill(f"model.layers.{index}")
-        own = args[0] if self.hidden is None else self.hidden
         if chosen is not None and inputs is not None:
             with Recorder({index: self._experts(twin)}) as recorder:
                 given = _hidden(twin(args[0], *args[1:], **kwargs))
                 physical = recorder.take()[0][0]
             logical = torch.from_numpy(self.logical_of[index])[physical]
             self._compare(index, chosen, logical, inputs, wanted, given)
-        self.hidden = _hidden(twin(own, *args[1:], **kwargs))
+        self.hidden = _hidden(twin(self.hidden, *args[1:], **kwargs))
         self.source.layers[index].to("meta")
         twin.to("meta")
         self.progress(1)
@@ -216,22 +215,23 @@ def compare_routing(
     """
     logical_of = {layer.id: physical_to_logical[i] for i, layer in enumerate(source.spec.layers)}
     one, two = LayerLoader(source), LayerLoader(copy)
-    comparison = _Comparison(one, two, logical_of, progress)
+    tokens = torch.from_numpy(input_ids)
+    one.fill("model.embed_tokens")
+    with torch.inference_mode():
+        comparison = _Comparison(one, two, logical_of, progress, hidden=two.fill("model.embed_tokens")(tokens))
     for index, layer in enumerate(one.layers):
         layer.register_forward_pre_hook(lambda module, _args, i=index: comparison.before(i, module))
         layer.register_forward_hook(
             lambda _module, args, kwargs, output, i=index: comparison.after(i, args, kwargs, output), with_kwargs=True
         )
-    one.fill("model.embed_tokens")
-    norm = one.fill("model.norm")
+    one.fill("model.norm")
     with torch.inference_mode():
         try:
-            last = one.module.base_model(input_ids=torch.from_numpy(input_ids), use_cache=False).last_hidden_state
+            last = one.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         except NotImplementedError as error:
             raise ImpossibleError(f"{type(one.module).__name__} cannot be run layer by layer ({error}).") from error
-        head = one.fill_head()
-        assert comparison.hidden is not None
-        wanted, given = head(last), head(norm(comparison.hidden))
+        wanted = one.fill_head()(last)
+        given = two.fill_head()(two.fill("model.norm")(comparison.hidden))
     excused = comparison.excused if comparison.excused is not None else torch.zeros(wanted.shape[:2], dtype=torch.bool)
     difference = (wanted - given).abs().max(dim=-1).values / wanted.abs().max()
     report = comparison.report

@@ -62,6 +62,8 @@ def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, spec: Mod
     expert = EXPERT.fullmatch(name)
     if expert:
         number = int(expert[1])
+        if str(number) != expert[1]:
+            raise InputError(f"{tensor.name}: {expert[1]!r} is no expert number.")
         if number >= layer.num_experts:
             raise InputError(f"{tensor.name}: expert {number}, but config.json says {layer.num_experts} experts.")
         return Claim(Role.RENAMED, index, number, expert[2])
@@ -80,11 +82,12 @@ def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, spec: Mod
 def _check_experts(model: Model, claims: dict[str, Claim], files: CheckpointFiles) -> None:
     """Each layer must hold every expert with the same tensors, and its router."""
     where = files.folder
-    by_layer: list[dict[int, set[str]]] = [{} for _ in model.spec.layers]
+    by_layer: list[dict[int, set[tuple[str, tuple[int, ...]]]]] = [{} for _ in model.spec.layers]
     routers = set()
-    for claim in claims.values():
+    for _, tensor in files:
+        claim = claims[tensor.name]
         if claim.role is Role.RENAMED:
-            by_layer[claim.layer].setdefault(claim.expert, set()).add(claim.suffix)
+            by_layer[claim.layer].setdefault(claim.expert, set()).add((claim.suffix, tensor.shape))
         elif claim.role is Role.PERMUTED:
             routers.add(claim.layer)
     for index, (layer, experts) in enumerate(zip(model.spec.layers, by_layer, strict=True)):
@@ -93,9 +96,11 @@ def _check_experts(model: Model, claims: dict[str, Claim], files: CheckpointFile
             raise InputError(
                 f"{where}: layer {layer.id} has no expert {min(missing)}; {layer.num_experts} were expected."
             )
-        odd = [number for number, suffixes in sorted(experts.items()) if suffixes != experts[0]]
+        odd = [number for number, tensors in sorted(experts.items()) if tensors != experts[0]]
         if odd:
-            raise InputError(f"{where}: layer {layer.id}, expert {odd[0]} does not have the same tensors as expert 0.")
+            raise InputError(
+                f"{where}: layer {layer.id}: experts.{odd[0]} does not have the same tensors as experts.0."
+            )
         if index not in routers:
             raise InputError(f"{where}: layer {layer.id} has no router {model.spec.family.router[0]}.")
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from smoe_profiles.models import Model
 from smoe_profiles.tensors import INDEX, CheckpointFiles, Shard, TensorInfo, encode_header, read_json
 
 CHUNK = 16 << 20
+SINGLE_EXPERT = re.compile(r"experts\\?\.[\d(\[]")
+"""A name or pattern for some of the experts, as quantisation settings may hold."""
 STALE_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -72,10 +75,8 @@ def plan_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64], targe
     source, end = files.folder.resolve(), target.resolve()
     if source == end or source in end.parents or end in source.parents:
         raise ImpossibleError(f"{target} and the model's folder {files.folder} lie inside each other; use another -C.")
-    if len(physical_to_logical) != len(model.spec.layers):
-        raise InputError(f"the placement has {len(physical_to_logical)} layers, the model {len(model.spec.layers)}.")
-    config = read_json(files.folder / "config.json")
-    if re.search(r"experts\.\d+", json.dumps(config)):
+    _check_map(model, physical_to_logical)
+    if any(SINGLE_EXPERT.search(text) for text in _strings(read_json(files.folder / "config.json"))):
         raise ImpossibleError(
             f"{files.folder / 'config.json'} names single experts; renumbering them is not supported."
         )
@@ -86,6 +87,30 @@ def plan_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64], targe
             f"the disk of {target.parent} is too full: {files.nbytes:,} bytes are needed, {free:,} are free."
         )
     return rewrite
+
+
+def _check_map(model: Model, physical_to_logical: npt.NDArray[np.int64]) -> None:
+    experts = model.spec.layers[0].num_experts
+    if physical_to_logical.shape != (len(model.spec.layers), experts):
+        raise InputError(
+            f"the map has shape {list(physical_to_logical.shape)}; "
+            f"the model has {len(model.spec.layers)} MoE layers of {experts} experts."
+        )
+    if (np.sort(physical_to_logical, axis=1) != np.arange(experts)).any():
+        raise InputError("the map does not name every expert of a layer exactly once.")
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """Every key and text of a JSON document."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield key
+            yield from _strings(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _strings(value)
 
 
 def write_checkpoint(rewrite: Rewrite, folder: Path, progress: Callable[[int], None]) -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_solvers.choices import Effort, Goal
-from smoe_solvers.cross_entropy import FLOOR, Candidate, CrossEntropy, cross_entropy, relabel
+from smoe_solvers.cross_entropy import FLOOR, SEED_SHARE, Candidate, CrossEntropy, cross_entropy, relabel
 from smoe_solvers.descent import descend
 from smoe_solvers.methods.exact import enumerate_placements
 from smoe_solvers.objectives import score
 from smoe_solvers.problem import build_problem, check_placement, contract, group_mask
-from tests.solvers.reference import balanced, clustered_rows, layer, placements, popularity_of
+from tests.solvers.reference import balanced, clustered_rows, layer, placements, popularity_of, swaps
 
 some = settings(max_examples=40, deadline=None)
 
@@ -140,6 +140,17 @@ def test_the_incumbent_changes_only_for_a_better_one():
     assert (state.incumbent.origin, state.stale) == ("best", 0)
 
 
+def test_a_restart_is_the_mean_of_its_seeds_mixed_with_the_uniform():
+    """Two seeds that differ in experts 0 and 4."""
+    state = search(layer(Goal.LAR, 2, 8, clustered_rows(np.random.default_rng(0), 50, 8, 2, 2)))
+    one, other = np.array([0, 0, 0, 0, 1, 1, 1, 1]), np.array([1, 0, 0, 0, 0, 1, 1, 1])
+    state.restart([one, other])
+    rest = (1 - SEED_SHARE) / 2
+    assert state.probability[[0, 4]] == pytest.approx(np.full((2, 2), 0.5))
+    assert state.probability[1:4] == pytest.approx(np.array([[SEED_SHARE + rest, rest]] * 3))
+    assert state.probability[5:] == pytest.approx(np.array([[rest, SEED_SHARE + rest]] * 3))
+
+
 def test_names_of_an_elite_s_ranks_do_not_blur_the_distribution():
     problem = cut_down(Goal.LAR, 3, 1)
     one, other = search(problem), search(problem)
@@ -200,6 +211,16 @@ def test_a_seed_that_only_unseen_blocks_favour_is_not_lost(case):
     seed = min(polished, key=lambda placement: score(problem, placement).objective)
     found = cross_entropy(problem, Goal.LAR, Effort.FAST, generator, {"whole": seed})
     assert found.objective <= score(problem, seed).objective + 1e-12
+
+
+@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("effort", [Effort.FAST, Effort.DEFAULT])
+def test_no_swap_improves_the_answer_on_all_blocks(goal, effort):
+    problem = in_blocks(goal, 20)
+    for seed in range(3):
+        found = cross_entropy(problem, goal, effort, np.random.default_rng(seed))
+        for swapped in swaps(found.placement):
+            assert score(problem, swapped).objective >= found.objective - 1e-9
 
 
 def test_rounds_reach_further_than_the_seeds_they_start_from():

@@ -44,21 +44,33 @@ class ModelSpec:
         return [asdict(layer) for layer in self.layers]
 
 
-def _all_layers(_config: Config, num_layers: int) -> list[int]:
+def _all_layers(_config: Config, num_layers: int, _where: str) -> list[int]:
     return list(range(num_layers))
 
 
-def _first_k_dense(config: Config, num_layers: int) -> list[int]:
-    first, every = int(config.get("first_k_dense_replace", 0)), int(config.get("moe_layer_freq", 1) or 1)
+def _first_k_dense(config: Config, num_layers: int, where: str) -> list[int]:
+    first = _whole(config, "first_k_dense_replace", 0, where, least=0)
+    every = _whole(config, "moe_layer_freq", 1, where)
     return [layer for layer in range(first, num_layers) if layer % every == 0]
 
 
-def _sparse_step(config: Config, num_layers: int) -> list[int]:
-    step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
+def _sparse_step(config: Config, num_layers: int, where: str) -> list[int]:
+    step = _whole(config, "decoder_sparse_step", 1, where)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise InputError(f"{where} has mlp_only_layers = {dense!r}; a list of layer numbers was expected.")
     return [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
 
 
-LAYER_RULES: dict[str, Callable[[Config, int], list[int]]] = {
+def _whole(config: Config, key: str, default: int, where: str, least: int = 1) -> int:
+    """A whole number of the config, `default` where the key is absent. Raises InputError for anything else."""
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{where} has {key} = {value!r}; a whole number of at least {least} was expected.")
+    return value
+
+
+LAYER_RULES: dict[str, Callable[[Config, int, str], list[int]]] = {
     "all": _all_layers,
     "first_k_dense": _first_k_dense,
     "sparse_step": _sparse_step,
@@ -79,17 +91,16 @@ def read_spec(config: Config, where: str) -> ModelSpec:
             f"model_type {model_type!r} ({where}) is dense or not a family smoe knows. Known: {known}. "
             "A new family is one row in smoe_profiles/families/table.py."
         )
-    for key in (family.experts_key, family.top_k_key, "num_hidden_layers", "vocab_size", "hidden_size"):
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            if key == family.experts_key:
-                raise ImpossibleError(
-                    f"{where} has {key} = {config.get(key)!r}: a dense model has no experts to place."
-                )
-            raise InputError(f"{where} has {key} = {config.get(key)!r}; a positive whole number was expected.")
-    num_experts, top_k, num_layers = config[family.experts_key], config[family.top_k_key], config["num_hidden_layers"]
+    experts_key = next((key for key in family.experts_keys if config.get(key)), family.experts_keys[0])
+    if not config.get(experts_key):
+        raise ImpossibleError(f"{where} has {experts_key} = {config.get(experts_key)!r}: a dense model has no experts.")
+    num_experts, top_k, num_layers, vocab_size, hidden_size = (
+        _whole(config, key, 0, where)
+        for key in (experts_key, family.top_k_key, "num_hidden_layers", "vocab_size", "hidden_size")
+    )
     if top_k > num_experts:
-        raise InputError(f"{where}: {family.top_k_key} = {top_k} is more than {family.experts_key} = {num_experts}.")
-    layer_ids = LAYER_RULES[family.layer_rule](config, num_layers)
+        raise InputError(f"{where}: {family.top_k_key} = {top_k} is more than {experts_key} = {num_experts}.")
+    layer_ids = LAYER_RULES[family.layer_rule](config, num_layers, where)
     if not layer_ids:
         raise ImpossibleError(f"{where}: none of the {num_layers} layers is an MoE layer; there is nothing to place.")
     num_groups = _effective_groups(config, family, num_experts, top_k, where)
@@ -97,8 +108,8 @@ def read_spec(config: Config, where: str) -> ModelSpec:
     return ModelSpec(
         family=family,
         layers=tuple(MoeLayer(layer, num_experts, top_k, num_groups, rule) for layer in layer_ids),
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         num_hidden_layers=num_layers,
     )
 
@@ -111,7 +122,7 @@ def _effective_groups(config: Config, family: Family, num_experts: int, top_k: i
     """
     if not family.group_keys or config.get("topk_method", "greedy") == "greedy":
         return 1
-    groups, chosen = (int(config.get(key) or 1) for key in family.group_keys)
+    groups, chosen = (_whole({key: config.get(key) or 1}, key, 1, where) for key in family.group_keys)
     if groups <= 1 or chosen >= groups or top_k <= chosen:
         return 1
     if num_experts % groups:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 class Family:
     """One model type's MoE layout.
 
+    experts_keys, top_k_key: config keys of E (published files use the first, transformers may write another) and K.
     block: the MoE block's name on disk, with `{layer}`; tensor names below are relative to it.
     router: tensors with E on axis 0 that belong to the router (weight first; biases follow).
     parts: an expert's projections on disk as (gate, up, down), under `experts.<n>.`.
@@ -23,7 +24,7 @@ class Family:
     """
 
     model_type: str
-    experts_key: str
+    experts_keys: tuple[str, ...]
     top_k_key: str
     block: str
     router: tuple[str, ...]
@@ -43,7 +44,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             model_type="deepseek_v2",
-            experts_key="n_routed_experts",
+            experts_keys=("n_routed_experts",),
             top_k_key="num_experts_per_tok",
             block="model.layers.{layer}.mlp",
             router=("gate.weight",),
@@ -55,7 +56,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="mixtral",
-            experts_key="num_local_experts",
+            experts_keys=("num_local_experts",),
             top_k_key="num_experts_per_tok",
             block="model.layers.{layer}.block_sparse_moe",
             router=("gate.weight",),
@@ -65,7 +66,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="qwen2_moe",
-            experts_key="num_experts",
+            experts_keys=("num_experts",),
             top_k_key="num_experts_per_tok",
             block="model.layers.{layer}.mlp",
             router=("gate.weight",),
@@ -76,7 +77,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="qwen3_moe",
-            experts_key="num_experts",
+            experts_keys=("num_experts", "num_local_experts"),
             top_k_key="num_experts_per_tok",
             block="model.layers.{layer}.mlp",
             router=("gate.weight",),
@@ -86,7 +87,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="olmoe",
-            experts_key="num_experts",
+            experts_keys=("num_experts",),
             top_k_key="num_experts_per_tok",
             block="model.layers.{layer}.mlp",
             router=("gate.weight",),

@@ -235,7 +235,7 @@ Loss: training {train_loss:.3f}; validation ({validation_documents} documents ke
 ## Placement
 Mean number of ranks a token's experts lie on at EP{ranks}, fp32, mean of the MoE layers: 30 random balanced placements
 against swap descent (8 starts) fitted on one half of the kept-out documents and measured on the other. Over all
-balanced placements the mean is {expected:.3f} whatever the weights. Load is the largest expert's over the mean, by layer.
+balanced placements the mean is {expected:.3f}, whatever the weights. Load: largest expert over mean, by layer.
 The default recipes were picked among six a model by figures on the same kept-out text, so these flatter a little.
 
 | weights | random | co-clustered | saving | max/mean load |
