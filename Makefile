@@ -18,7 +18,7 @@ smoke: $(STAMP)  ## the five commands on both bundled models, as a CI job would 
 	$(BIN)/python tests/e2e/smoke.py
 
 test: $(STAMP) lint  ## everything that must hold before a change lands
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

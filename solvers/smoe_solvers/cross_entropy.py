@@ -125,7 +125,7 @@ class CrossEntropy:
         self.stale = 0
 
     def ask(self, count: int) -> Int32Array:
-        """Balanced placements from the distribution, [count, E]; experts drawn in a random order each."""
+        """Up to `count` balanced placements from the distribution, [<= count, E]; experts come in random order."""
         experts, ranks = self.probability.shape
         order = self.generator.permuted(np.tile(np.arange(experts), (count, 1)), axis=1)
         uniform = self.generator.random((count, experts))
@@ -178,21 +178,21 @@ def cross_entropy(
     extra_seeds: placements by origin to start from as well (METIS, when asked for).
     """
     settings = SETTINGS[effort]
-    problem = search_view(problem)
+    whole, problem = problem, search_view(problem)
     search = problem.few_blocks(SEARCH_BLOCKS)
     seeds = make_seeds(search, goal, settings, generator)
     seeds += [Candidate(placement, 0.0, origin) for origin, placement in (extra_seeds or {}).items()]
     seeds = _rank(search, seeds)
-    log = [_stage(problem, "contiguous", problem.contiguous()), _stage(problem, "seeds", seeds[0].placement)]
+    log = [_stage(whole, "contiguous", problem.contiguous()), _stage(whole, "seeds", seeds[0].placement)]
     polished = _polish(search, seeds[: settings.polished], generator)
-    log.append(_stage(problem, "seeds polished", polished[0].placement))
+    log.append(_stage(whole, "seeds polished", polished[0].placement))
     rounds = 0
     if settings.rounds:
         found, rounds = _rounds(search, polished, seeds, settings, generator)
         polished = sorted([*found, *polished], key=lambda candidate: candidate.objective)
-        log.append(_stage(problem, "cross-entropy", polished[0].placement))
+        log.append(_stage(whole, "cross-entropy", polished[0].placement))
     ends = _polish(problem, polished[:FINALISTS], generator)
-    log.append(_stage(problem, "polish", ends[0].placement))
+    log.append(_stage(whole, "polish", ends[0].placement))
     everything = _rank(problem, [*ends, *seeds, Candidate(problem.contiguous(), 0.0, "contiguous")])
     best = everything[0]
     return Solution(best.placement, best.objective, best.origin, log, {"rounds": rounds, "seeds": len(seeds)})
@@ -243,10 +243,12 @@ def _rounds(
     fresh = iter(seeds[settings.polished :])
     incumbents = [state.incumbent]
     elites = max(1, round(POPULATION * ELITE_SHARE))
+    rounds = 0
     for _ in range(settings.rounds):
         drawn = [Candidate(placement, 0.0, "cross-entropy") for placement in state.ask(POPULATION)]
         if not drawn:
             break
+        rounds += 1
         ranked = _rank(problem, drawn)
         better = _polish(problem, ranked[: settings.elites_polished], generator)
         state.tell(sorted([*better, *ranked[settings.elites_polished : elites]], key=lambda c: c.objective))
@@ -255,7 +257,7 @@ def _rounds(
         if state.stale >= STALE_ROUNDS:
             seed = next(fresh, None)
             state.restart([seed.placement if seed else _shaken(state.incumbent.placement, generator)])
-    return incumbents, settings.rounds
+    return incumbents, rounds
 
 
 def _shaken(placement: Int32Array, generator: np.random.Generator, swaps: int = 4) -> Int32Array:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from numba import njit
 
 from smoe_solvers.assignment import Int32Array
-from smoe_solvers.objectives import block_value, rank_scores, set_rank_counts
+from smoe_solvers.objectives import block_value, rank_scores, search_view, set_rank_counts
 from smoe_solvers.problem import Problem
 
 TOLERANCE = 1e-12
@@ -202,6 +202,7 @@ def descend(
 
     expert_to_rank: [E] int32, left as it is. Swaps are tried in one random order from `generator`.
     """
+    problem = search_view(problem)
     placement = np.array(expert_to_rank, np.int32)
     first, second = np.triu_indices(problem.num_experts, 1)
     pairs = generator.permutation(np.stack([first, second], axis=1))

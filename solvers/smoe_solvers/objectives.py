@@ -57,8 +57,8 @@ def block_value(scores, kind, multiplicity, start, stop, quota, cap, price, flow
 
 @njit(cache=True)
 def _terms(expert_to_rank, num_ranks, demand, kind, multiplicity, block_start, quota, cap, sets, set_weight, load):  # type: ignore[no-untyped-def]
-    """Local demand (in UNITs, less charges), rows' fan-out, and summed load deviation of one placement."""
-    local = np.int64(0)
+    """Local demand and charges (both in UNITs), rows' fan-out, and summed load deviation of one placement."""
+    local = charges = np.int64(0)
     if len(kind):
         scores = rank_scores(demand, expert_to_rank, num_ranks)
         price = np.zeros(num_ranks, np.int64)
@@ -67,6 +67,9 @@ def _terms(expert_to_rank, num_ranks, demand, kind, multiplicity, block_start, q
             local += block_value(
                 scores, kind, multiplicity, block_start[b], block_start[b + 1], quota[b], cap, price, flow
             )
+            if cap < HARD:
+                rows = flow[: block_start[b + 1] - block_start[b]].sum(axis=0)
+                charges += cap * np.abs(rows - quota[b]).sum()
     spread = np.int64(0)
     counts = set_rank_counts(sets, expert_to_rank, num_ranks)
     for s in range(len(sets)):
@@ -76,12 +79,12 @@ def _terms(expert_to_rank, num_ranks, demand, kind, multiplicity, block_start, q
     rank_load = np.zeros(num_ranks, np.float64)
     for e in range(len(load)):
         rank_load[expert_to_rank[e]] += load[e]
-    return local, spread, np.abs(rank_load - rank_load.mean()).sum()
+    return local + charges, charges, spread, np.abs(rank_load - rank_load.mean()).sum()
 
 
 def score(problem: Problem, expert_to_rank: npt.NDArray[np.integer]) -> Score:
     """Everything the objective knows about one placement. expert_to_rank: [E]."""
-    local, spread, deviation = _terms(
+    local, charges, spread, deviation = _terms(
         np.ascontiguousarray(expert_to_rank, np.int32),
         problem.num_ranks,
         problem.demand,
@@ -95,7 +98,7 @@ def score(problem: Problem, expert_to_rank: npt.NDArray[np.integer]) -> Score:
         problem.load,
     )
     weights = problem.weights
-    missed = problem.activations * UNIT - local
+    missed = problem.activations * UNIT - local + charges
     return Score(
         objective=weights.local * missed + weights.fanout * spread + weights.load * deviation,
         lar=local / (problem.activations * UNIT),

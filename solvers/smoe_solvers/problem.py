@@ -41,7 +41,7 @@ class Problem:
     kind, multiplicity: [M] the entries of the blocks; block_start: [B + 1]; quota: [B] rows a rank takes.
     cap: charge for each row off the quota, in UNITs (HARD: the quota is a limit).
     sets: [S, K] int32 distinct expert sets (NO_UNIT pads) and set_weight: [S] how many rows have them.
-    load: [E] int64 activations of the whole part. allowed: [E, G] where an expert may go.
+    load: [E] int64 activations of the whole part. allowed: [E, G] where an expert may go, all or `group_mask`.
     activations: activations in the blocks, the denominator of lar.
     """
 
@@ -72,11 +72,12 @@ class Problem:
         return (np.arange(self.num_experts) // (self.num_experts // self.num_ranks)).astype(np.int32)
 
     def few_blocks(self, count: int) -> "Problem":
-        """The same problem on `count` evenly spread blocks and as large a share of the fan-out sets, for searching."""
+        """The same problem on `count` evenly spread blocks and as large a share of the fan-out rows, for searching."""
         if self.num_blocks <= count:
             return self
-        step = -(-self.num_blocks // count)
-        set_weight = self.set_weight[::step]
+        every = self.num_blocks / count
+        set_weight = np.diff(np.floor(np.cumsum(self.set_weight) / every), prepend=0).astype(np.int64)
+        kept = set_weight > 0
         chosen = np.linspace(0, self.num_blocks - 1, count).round().astype(np.int64)
         entries = [np.arange(self.block_start[b], self.block_start[b + 1]) for b in chosen]
         flat = np.concatenate(entries)
@@ -89,8 +90,8 @@ class Problem:
             multiplicity=self.multiplicity[flat],
             block_start=np.concatenate([[0], np.cumsum([len(part) for part in entries])]).astype(np.int64),
             quota=self.quota[chosen],
-            sets=self.sets[::step],
-            set_weight=set_weight,
+            sets=self.sets[kept],
+            set_weight=set_weight[kept],
             weights=replace(
                 self.weights,
                 local=self.weights.local / share,
@@ -144,7 +145,7 @@ def build_problem(
     theta weighs expert load in lar and blend, token balance in ilp; mu weighs fan-out in blend.
     Raises ValueError if G does not divide E.
     """
-    num_experts, (rows, top_k) = len(popularity), experts.shape
+    num_experts, top_k = len(popularity), experts.shape[1]
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts} experts cannot be shared equally by {num_ranks} ranks")
     sets, set_of, set_weight = np.unique(np.sort(experts, axis=1), axis=0, return_inverse=True, return_counts=True)
@@ -158,12 +159,13 @@ def build_problem(
     cap = HARD
     if goal is Goal.ILP:
         row_kind = _spread_rows(row_kind, block_start, ILP_ROWS)
-        rows = len(row_kind) - len(row_kind) % num_ranks
-        block_start, row_kind = np.array([0, rows], np.int64), row_kind[:rows]
+        block_start = np.array([0, len(row_kind)], np.int64)
         cap = np.int64(round(theta / (1 - theta) * top_k * UNIT)) if theta < 1 else HARD - 1
     kind, multiplicity, starts = _merge_rows(row_kind, block_start)
     lengths = np.diff(block_start)
-    activations = rows * top_k
+    if goal is Goal.ILP:  # every row counts G times, so that F / G rows a rank is a whole number
+        multiplicity, lengths = multiplicity * num_ranks, lengths * num_ranks
+    activations = int(lengths.sum()) * top_k
     local = (0.0 if goal is Goal.FANOUT else 1 - theta) / (activations * UNIT)
     return Problem(
         num_ranks=num_ranks,

@@ -45,7 +45,7 @@ def solve(
         placements = metis_placements(coactivation(problem), problem.num_ranks)
         legal = [placement for placement in placements if _legal(problem, placement)] or [problem.contiguous()]
         solution = _fixed(problem, min(legal, key=lambda placement: score(problem, placement).objective), "METIS")
-    elif count_placements(problem.num_experts, problem.num_ranks) <= CHEAP:
+    elif problem.allowed.all() and count_placements(problem.num_experts, problem.num_ranks) <= CHEAP:
         solution = _fixed(problem, enumerate_placements(problem), "enumeration")
     else:
         extra = _metis_seeds(problem) if metis_seeds else {}

@@ -122,13 +122,13 @@ def put(name, *shape):
 BROKEN = {
     "no expert 7": (drop(*(EXPERT.replace("w1", part).format(7) for part in ("w1", "w2", "w3"))), "no expert 7"),
     "no expert 0": (drop(*(EXPERT.replace("w1", part).format(0) for part in ("w1", "w2", "w3"))), "no expert 0"),
-    "half an expert": (drop(EXPERT.format(5)), "expert 5"),
+    "half an expert": (drop(EXPERT.format(5)), r"experts.5"),
     "half of expert 0": (drop(EXPERT.format(0)), "expert"),
     "an expert too many": (put(EXPERT.format(8), 24, 32), "expert 8"),
     "no router": (drop(GATE), r"no router gate\.weight"),
     "a router of E + 1 rows": (put(GATE, 9, 32), r"gate\.weight has shape \[9, 32\]"),
     "a router on the other axis": (put(GATE, 32, 8), r"gate\.weight"),
-    "an expert with a scale the others lack": (put(EXPERT.format(3) + "_scale_inv", 1, 1), "expert 3"),
+    "an expert with a scale the others lack": (put(EXPERT.format(3) + "_scale_inv", 1, 1), r"experts.3"),
     "an expert of another shape": (put(EXPERT.format(3), 24, 31), "experts.3"),
     "an expert numbered with a leading zero": (put(EXPERT.format("03"), 24, 32), "experts.03"),
 }

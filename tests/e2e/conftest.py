@@ -1,28 +1,25 @@
 """One finished working folder for each bundled model, made once a session by the commands themselves."""
 
 import json
-import os
-import subprocess
-import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from smoe_cli.app import run
+
 TEXTS = Path(__file__).parents[1] / "fixtures/texts"
 
 
-def smoe(*arguments, cwd, code=0, env=None):
-    """Run one command; returns its stdout and stderr. Fails with both if the exit code is another."""
-    done = subprocess.run(
-        [sys.executable, "-m", "smoe_cli", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return SimpleNamespace(out=done.stdout, err=done.stderr, json=lambda: json.loads(done.stdout))
+def smoe(*arguments, cwd, code=0):
+    """Run one command in this process; returns its stdout and stderr. Fails with both if the exit code is another."""
+    out, err = StringIO(), StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        found = run([str(argument) for argument in arguments])
+    assert found == code, f"exit {found}\n{out.getvalue()}\n{err.getvalue()}"
+    return SimpleNamespace(out=out.getvalue(), err=err.getvalue(), json=lambda: json.loads(out.getvalue()))
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def shown_commands(page):
 def faster(command):
     """The same command on fewer tokens and with less search: the digits are not what is tested here."""
     if command.startswith("smoe profile") and "--max-tokens" not in command and "--dry-run" not in command:
-        return f"{command} --max-tokens 8000"
+        return f"{command} --max-tokens 5000"
     if command.startswith("smoe cocluster") and "--effort" not in command:
         return f"{command} --effort fast"
     return command

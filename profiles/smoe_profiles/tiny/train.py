@@ -252,11 +252,11 @@ def make(name: str, recipe: Recipe, args: argparse.Namespace) -> None:
     folder = args.out / name
     rows = read_corpus(args.corpus, args.exclude_source)
     texts = [row["text"] for row in rows]
-    tokenizer = train_tokenizer(texts)
     if args.corpus_test:
         kept_out = [row["text"] for row in read_corpus(args.corpus_test, args.exclude_source)]
     else:
         kept_out, texts = texts[::50], [text for i, text in enumerate(texts) if i % 50]
+    tokenizer = train_tokenizer(texts)
     windows = pack(tokenizer, texts, args.seed)
     fit, held_out = (pack(tokenizer, kept_out[half::2], args.seed) for half in (0, 1))
     print(f"{name}: {len(texts)} documents, {windows.numel()} tokens", flush=True)

@@ -40,8 +40,8 @@ def metis_placements(joint: npt.NDArray[np.int64], num_ranks: int, seeds: int = 
 
 def _shrunk(weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Weights scaled so that METIS's 32-bit sums cannot overflow."""
-    total = int(weights.sum())
-    return weights if total < 2**30 else weights * 2**30 // total
+    total = float(weights.sum())
+    return weights if total < 2**30 else (weights * (2**30 / total)).astype(np.int64)
 
 
 def _equal_parts(placement: Int32Array, joint: npt.NDArray[np.int64], num_ranks: int) -> Int32Array:
