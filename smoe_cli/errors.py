@@ -57,6 +57,8 @@ def report(error: BaseException, *, debug: bool) -> int:
             return _say(str(error), CODES[type(error)])
         case MemoryError():
             return _say("not enough memory for this; fewer --jobs or fewer tokens need less.", MACHINE)
+        case ModuleNotFoundError():
+            return _say(f"{error.name} is not installed; pip install {error.name}.", MACHINE)
         case OSError():
             return _say(_system_message(error), MACHINE)
     hint = "" if debug else " Run it again with --debug for the traceback."

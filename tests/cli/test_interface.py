@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from smoe_cli import reference
+from smoe_cli import errors, reference
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("options.txt")
@@ -46,3 +46,8 @@ def test_piped_help_is_plain():
     assert "\x1b" not in done.stdout
     for command in reference.command_options():
         assert command in done.stdout
+
+
+def test_a_missing_package_is_named_with_its_pip_line(capsys):
+    assert errors.report(ModuleNotFoundError("No module named 'datasets'", name="datasets"), debug=False) == 6
+    assert capsys.readouterr().err == "error: datasets is not installed; pip install datasets.\n"
