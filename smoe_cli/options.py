@@ -1,6 +1,7 @@
 """Options every command has, declared once; and where a value comes from: flag, SMOE_* variable, config, default."""
 
 import inspect
+import shlex
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typer.models import OptionInfo
 from smoe_cli import errors
 from smoe_cli.console import Console
 
+DEFAULT_DIR = Path("smoe-out")
+
 
 @dataclass(frozen=True)
 class Common:
@@ -21,6 +24,10 @@ class Common:
 
     dir: Path
     console: Console
+
+    def next(self, command: str) -> str:
+        """The command to run next, in the same folder."""
+        return command if self.dir == DEFAULT_DIR else f"{command} -C {shlex.quote(str(self.dir))}"
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -66,7 +73,7 @@ PlacementOption = Annotated[
 ]
 
 COMMON: dict[str, tuple[Any, Any]] = {
-    "dir": (DirOption, Path("smoe-out")),
+    "dir": (DirOption, DEFAULT_DIR),
     "json": (JsonOption, False),
     "quiet": (QuietOption, False),
     "verbose": (VerboseOption, 0),

@@ -252,6 +252,9 @@ def publish_placement(
             layout="map",
         )
         log = [plan.log() for plan in plans]
+        for line in log:
+            stages = ", ".join(f"{stage['name']} {stage['objective']:.4f}" for stage in line["stages"])
+            console.detail(f"layer {line['layer']}: {stages}")
         (draft.path / "solver.jsonl").write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in log))
         draft.parameters |= {"map_sha256": placement.map_sha256, "token_table": asdict(choice)}
         draft.parameters["confirmed"] = confirmation.confirmed

@@ -47,5 +47,5 @@ def build_tables(
     common.console.result(
         document,
         lambda: common.console.line(f"{target}: {len(opened.layers)} MoE layers from {rows:,} rows"),
-        "smoe cocluster --ep G",
+        common.next("smoe cocluster --ep G"),
     )

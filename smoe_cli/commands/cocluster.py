@@ -60,7 +60,9 @@ def cocluster(
         metis_seeds=seeds == "metis",
     )
     document = publish_placement(tables, target, options, jobs=jobs, force=force, console=common.console)
-    common.console.result(document, lambda: _show(common, document), f"smoe regroup --placement {target.name}")
+    common.console.result(
+        document, lambda: _show(common, document), common.next(f"smoe regroup --placement {target.name}")
+    )
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:

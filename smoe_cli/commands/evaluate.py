@@ -36,7 +36,7 @@ def evaluate(
 
     from smoe_cli.errors import CheckFailedError
     from smoe_cli.evaluation import measure_placement
-    from smoe_cli.folder import TABLES, TRACE, choose_placement
+    from smoe_cli.folder import CHECKPOINT, MAP, TABLES, TRACE, choose_placement, sibling
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
 
@@ -52,9 +52,9 @@ def evaluate(
         max_tokens=max_tokens,
         console=common.console,
     )
-    common.console.result(
-        document, lambda: show_states(common.console, document), f"smoe regroup --placement {chosen.path.name}"
-    )
+    applied = any(sibling(chosen.path, kind).exists() for kind in (CHECKPOINT, MAP))
+    following = None if applied else common.next(f"smoe regroup --placement {chosen.path.name}")
+    common.console.result(document, lambda: show_states(common.console, document), following)
     judged = document["total"][JUDGED][predictors[0].value]["rule"]
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]
     failures += [f"{name} is {judged[name]:.4f}, over {bound}" for name, bound in over.items() if judged[name] > bound]

@@ -1,6 +1,5 @@
 """smoe profile: run prompts through a model and record which experts every token used."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -73,11 +72,7 @@ def profile(
         split_by=split_by,
     )
     document = record_trace(plan, target, force=force, console=common.console)
-    common.console.result(document, lambda: _show(common, document), f"smoe build-tables{_at(common.dir)}")
-
-
-def _at(folder: Path) -> str:
-    return "" if folder == Path("smoe-out") else f" -C {folder}"
+    common.console.result(document, lambda: _show(common, document), common.next("smoe build-tables"))
 
 
 def _show(common: Common, document: dict[str, object]) -> None:

@@ -33,4 +33,5 @@ def regroup(
     document = regroup_model(
         chosen, common.dir, model, layout.value, force=force, dry_run=dry_run, console=common.console
     )
-    common.console.result(document, lambda: common.console.line(str(document["message"])), "smoe verify")
+    following = None if dry_run else common.next(f"smoe verify --placement {chosen.path.name}")
+    common.console.result(document, lambda: common.console.line(str(document["message"])), following)

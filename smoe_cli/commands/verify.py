@@ -26,8 +26,9 @@ def verify(
     document = verify_model(
         chosen, common.dir, model, dataset, tensors_only=tensors_only, hashes=hashes, console=common.console
     )
+    following = common.next(f"smoe evaluate --placement {chosen.path.name}")
     if document["passed"]:
-        common.console.result(document, lambda: common.console.line(_summary(document)), "smoe evaluate")
+        common.console.result(document, lambda: common.console.line(_summary(document)), following)
         return
     if common.console.json:
         common.console.result(document, lambda: None)
