@@ -144,6 +144,8 @@ def check_target(target: Path, *, force: bool) -> None:
     if target.is_symlink() or (target.exists() and not force):
         raise ImpossibleError(f"{target} exists already; give --force to replace it.")
     parent = target.parent
+    if parent.exists() and not parent.is_dir():
+        raise MachineError(f"{parent} is a file, not a folder; choose another -C.")
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, SeedOption
-from smoe_solvers.choices import Effort, Goal, Method
+from smoe_solvers.choices import Effort, Goal, Groups, Method, Seeds
 
 
 def cocluster(
@@ -23,12 +23,11 @@ def cocluster(
         Effort, typer.Option("--effort", help="How much to search; counts, not seconds.")
     ] = Effort.DEFAULT,
     groups: Annotated[
-        str,
-        typer.Option("--groups", help="free, or whole: keep router groups together, for a same-function checkpoint."),
-    ] = "free",
+        Groups, typer.Option("--groups", help="whole: keep router groups together, for a same-function checkpoint.")
+    ] = Groups.FREE,
     seeds: Annotated[
-        str, typer.Option("--seeds", help="own, or metis: start from METIS too (needs smoe[bench]).")
-    ] = "own",
+        Seeds, typer.Option("--seeds", help="metis: start from METIS too (needs smoe[bench]).")
+    ] = Seeds.OWN,
     name: Annotated[str | None, typer.Option("--name", help="Keep it beside others as placement-epG-NAME.")] = None,
     seed: SeedOption = 0,
     jobs: JobsOption = 0,
@@ -41,12 +40,9 @@ def cocluster(
     from smoe_profiles.artefact import check_target
     from smoe_profiles.tables import open_tables
 
-    for option, value, choices in (("--groups", groups, ("free", "whole")), ("--seeds", seeds, ("own", "metis"))):
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=option)
     target = placement_path(common.dir, ep, name)
     tables = open_tables(common.dir / TABLES, hashes=hashes)
-    check_ep(tables.artefact.model["layers"], ep, groups == "whole")
+    check_ep(tables.artefact.model["layers"], ep, groups is Groups.WHOLE)
     check_target(target, force=force)
     options = SolveOptions(
         ep=ep,
@@ -56,8 +52,8 @@ def cocluster(
         theta=theta,
         mu=mu,
         seed=seed,
-        whole_groups=groups == "whole",
-        metis_seeds=seeds == "metis",
+        whole_groups=groups is Groups.WHOLE,
+        metis_seeds=seeds is Seeds.METIS,
     )
     document = publish_placement(tables, target, options, jobs=jobs, force=force, console=common.console)
     common.console.result(

@@ -41,3 +41,17 @@ class Predictor(StrEnum):
     TOKEN = "token"
     MARKOV = "markov"
     PAPER = "paper"
+
+
+class Groups(StrEnum):
+    """What happens to a group-limited router's groups: anything, or they stay whole (design 4.3)."""
+
+    FREE = "free"
+    WHOLE = "whole"
+
+
+class Seeds(StrEnum):
+    """Where the search starts: its own seeds, or METIS placements too."""
+
+    OWN = "own"
+    METIS = "metis"
