@@ -37,12 +37,12 @@ def _relax_edges(scores, kind, flow, rank, edge, via):  # type: ignore[no-untype
 
 
 @njit(cache=True)
-def _distances_from(source, edge, distance, previous):  # type: ignore[no-untyped-def]
-    """Bellman-Ford over the G ranks; the flow is optimal for its own loads, so there is no negative cycle."""
+def _distances_from(over, edge, distance, previous):  # type: ignore[no-untyped-def]
+    """Bellman-Ford from all overfull ranks at once; a flow optimal for its own loads has no negative cycle."""
     ranks = edge.shape[0]
     distance[:] = _INFINITE
     previous[:] = -1
-    distance[source] = 0
+    distance[over] = 0
     for _ in range(ranks):
         changed = False
         for g in range(ranks):
@@ -146,20 +146,22 @@ def transport(scores, kind, multiplicity, quota, cap, price, flow):  # type: ign
     previous = np.empty(ranks, np.int64)
     for g in range(ranks):
         _relax_edges(scores, kind, flow, g, edge, via)
-    for source in range(ranks):
-        while load[source] > quota:
-            _distances_from(source, edge, distance, previous)
-            target = -1
-            for h in range(ranks):
-                if load[h] < quota and distance[h] < _INFINITE and (target < 0 or distance[h] < distance[target]):
-                    target = h
-            if target < 0 or (cap < HARD and distance[target] >= 2 * cap):
-                break
-            _push(source, target, previous, via, flow, load, quota)
-            h = target
-            while h >= 0:
-                _relax_edges(scores, kind, flow, h, edge, via)
-                h = previous[h]
+    while load.max() > quota:
+        _distances_from(load > quota, edge, distance, previous)  # the cheapest of all first: a charge may end it
+        target = -1
+        for h in range(ranks):
+            if load[h] < quota and distance[h] < _INFINITE and (target < 0 or distance[h] < distance[target]):
+                target = h
+        if target < 0 or (cap < HARD and distance[target] >= 2 * cap):
+            break
+        source = target
+        while previous[source] >= 0:
+            source = previous[source]
+        _push(source, target, previous, via, flow, load, quota)
+        h = target
+        while h >= 0:
+            _relax_edges(scores, kind, flow, h, edge, via)
+            h = previous[h]
     _set_prices(edge, load, quota, cap, price)
     return _value(scores, kind, flow, load, quota, cap)
 
