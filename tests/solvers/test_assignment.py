@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from smoe_solvers.assignment import HARD, assign_exact, assign_rule, transport
@@ -138,6 +138,7 @@ def test_prices_of_a_similar_full_block_lead_to_the_same_value(block, other):
 
 
 @settings(max_examples=200, deadline=None)
+@example(np.array([[0, 1, 0], [1, 0, 0], [1, 0, 0], [-1, 0, 0]], np.int32), 1, -1)  # not the nearest full rank first
 @given(scores=score_rows(max_rows=6, max_ranks=3, low=-5, high=5), charge=st.integers(0, 7), room=st.integers(-1, 1))
 def test_charged_assignment_equals_the_best_of_all_assignments(scores, charge, room):
     quota = tight(scores) + room
