@@ -36,7 +36,7 @@ class Console:
     def result(self, document: dict[str, Any], show: Callable[[], None], next_command: str | None = None) -> None:
         """The command's answer: the document with --json, else what `show` prints, then the next command."""
         if self.json:
-            json.dump(document, sys.stdout, indent=1, sort_keys=True)
+            json.dump(document, sys.stdout, indent=1, sort_keys=True, allow_nan=False)
             sys.stdout.write("\n")
             sys.stdout.flush()
             return

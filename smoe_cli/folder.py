@@ -1,5 +1,6 @@
 """The working folder (-C): which artefacts lie where, and which one a command means."""
 
+import re
 from pathlib import Path
 
 from smoe_cli.errors import UsageError
@@ -23,18 +24,21 @@ def sibling(placement: Path, kind: str) -> Path:
 
 
 def placement_path(folder: Path, ep: int, name: str | None) -> Path:
+    """Where a placement goes. Raises UsageError for a name that is more than one plain word."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UsageError(f"--name {name!r} may hold letters, digits, dot, dash and underscore only.")
     return folder / f"{PLACEMENT}-ep{ep}{f'-{name}' if name else ''}"
 
 
 def choose_placement(folder: Path, wanted: str | None, *, hashes: bool = False) -> Artefact:
-    """The placement a command means: the one named, or the only one that fits.
+    """The placement a command means: the one named (a bare name is in `folder`), or the only one that fits.
 
     Raises UsageError if several fit and none is named, InputError if there is none.
     """
     if wanted:
-        path = Path(wanted) if Path(wanted).is_dir() else folder / wanted
+        path = folder / wanted if Path(wanted).name == wanted else Path(wanted)
         return open_artefact(path, PLACEMENT, hashes=hashes)
-    found = sorted(folder.glob(f"{PLACEMENT}-ep*"))
+    found = sorted(path for path in folder.glob(f"{PLACEMENT}-ep*") if (path / "manifest.json").exists())
     if not found:
         raise InputError(f"{folder} holds no placement; make one with smoe cocluster --ep G.")
     if len(found) > 1:

@@ -42,6 +42,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     known = {str(parameter.name) for parameter in context.command.params}
     shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
     own = content.get(command, {})
+    if not isinstance(own, dict):
+        raise typer.BadParameter(f"{path}: {command} = {own!r}; a table [{command}] was expected.")
     values = {key.replace("-", "_"): value for key, value in own.items()}
     unknown = sorted(values.keys() - known)
     if unknown:

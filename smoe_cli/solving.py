@@ -4,6 +4,7 @@ Axes: E experts, G ranks, N sample rows.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -66,7 +67,7 @@ class LayerPlan:
             "stages": [asdict(stage) for stage in self.solution.stages],
             "stopped": self.solution.stopped,
             "validation_gain": confirmation.mean_gain,
-            "validation_two_standard_errors": confirmation.two_standard_errors,
+            "validation_two_standard_errors": _finite(confirmation.two_standard_errors),
         }
 
 
@@ -224,6 +225,11 @@ def _align_labels(
     return np.stack(aligned)
 
 
+def _finite(value: float) -> float | None:
+    """A number JSON can hold: one block alone has no standard error."""
+    return value if math.isfinite(value) else None
+
+
 def publish_placement(
     tables: Tables, target: Path, options: SolveOptions, *, jobs: int, force: bool, console: Console
 ) -> dict[str, Any]:
@@ -260,5 +266,5 @@ def publish_placement(
         draft.parameters["confirmed"] = confirmation.confirmed
         document = {"path": str(target), **draft.parameters, "layers": log}
         document["validation_gain"] = confirmation.mean_gain
-        document["validation_two_standard_errors"] = confirmation.two_standard_errors
+        document["validation_two_standard_errors"] = _finite(confirmation.two_standard_errors)
     return document

@@ -18,7 +18,7 @@ def cocluster(
     theta: Annotated[
         float, typer.Option("--theta", min=0, max=1, help="Weight of load balance (lar, blend, ilp).")
     ] = 0.1,
-    mu: Annotated[float, typer.Option("--mu", min=0, help="Weight of fan-out in blend.")] = 0.25,
+    mu: Annotated[float, typer.Option("--mu", min=0, max=1000, help="Weight of fan-out in blend.")] = 0.25,
     effort: Annotated[
         Effort, typer.Option("--effort", help="How much to search; counts, not seconds.")
     ] = Effort.DEFAULT,
@@ -61,6 +61,11 @@ def cocluster(
     )
 
 
+def _gain(found: dict[str, Any]) -> str:
+    error = found["validation_two_standard_errors"]
+    return f"{found['validation_gain']:+.4f} ± {'?' if error is None else f'{error:.4f}'}"
+
+
 def _show(common: Common, document: dict[str, Any]) -> None:
     rows = []
     for layer in document["layers"]:
@@ -72,12 +77,12 @@ def _show(common: Common, document: dict[str, Any]) -> None:
                 f"{first:.4f}",
                 f"{last:.4f}",
                 str(layer["origin"]),
-                f"{layer['validation_gain']:+.4f} ± {layer['validation_two_standard_errors']:.4f}",
+                _gain(layer),
             ]
         )
     columns = ["layer", "contiguous", "placed", "found by", "validation gain"]
     common.console.table(f"{document['path']}: {document['goal']} on the fit rows, lower is better", columns, rows)
-    gain = f"{document['validation_gain']:+.4f} ± {document['validation_two_standard_errors']:.4f}"
+    gain = _gain(document)
     if document["confirmed"]:
         common.console.line(f"confirmed on validation blocks, mean over layers: {gain} (two standard errors)")
     else:

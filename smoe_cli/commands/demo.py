@@ -17,9 +17,9 @@ def demo(common: Common) -> None:
         f"profile --model {MODEL} --max-tokens {TOKENS}",
         "build-tables",
         f"cocluster --ep {EP} --effort fast",
-        "regroup",
-        "verify",
-        "evaluate",
+        f"regroup --placement placement-ep{EP}",
+        f"verify --placement placement-ep{EP}",
+        f"evaluate --placement placement-ep{EP}",
     )
     folder = common.dir / "demo"
     for step in steps:

@@ -99,5 +99,7 @@ def _thresholds(option: str, texts: list[str]) -> dict[str, float]:
             bound = math.nan
         if name not in known or not math.isfinite(bound):
             raise typer.BadParameter(f"{text!r}: FIGURE=NUMBER with one of {', '.join(known)}.", param_hint=option)
+        if name in found:
+            raise typer.BadParameter(f"{name} is bounded twice; give each figure once.", param_hint=option)
         found[name] = bound
     return found
