@@ -56,7 +56,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 DirOption = Annotated[Path, typer.Option("-C", "--dir", help="Folder that holds all artefacts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or notes.")]
-VerboseOption = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more; -vv even more.")]
+VerboseOption = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 ConfigOption = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_cli.checkpoint.layouts import blocking_key
-from smoe_cli.checkpoint.rewrite import Rewrite, plan_rewrite, write_checkpoint
+from smoe_cli.checkpoint.rewrite import Rewrite, expected_rewrite, plan_rewrite, write_checkpoint
 from smoe_cli.checkpoint.verify import compare_tensors
 from smoe_cli.console import Console
 from smoe_cli.folder import CHECKPOINT, MAP, TRACE, model_of, sibling, trace_model_name
@@ -129,7 +129,7 @@ def verify_model(
     written = open_artefact(checkpoint, CHECKPOINT, hashes=hashes)
     model = model_of(chosen, folder, model_name)
     placement = read_placement(written)
-    rewrite = plan_rewrite_only(model, placement.physical_to_logical)
+    rewrite = expected_rewrite(model, placement.physical_to_logical)
     with console.progress("comparing tensors", model.nbytes, "bytes") as advance:
         failures = compare_tensors(rewrite, open_checkpoint(checkpoint), advance)
     failures += _record_failures(written, chosen, placement)
@@ -148,19 +148,11 @@ def verify_model(
     return document
 
 
-def plan_rewrite_only(model: Model, physical_to_logical: npt.NDArray[np.int64]) -> Rewrite:
-    """What the checkpoint should hold, without the checks of writing one."""
-    from smoe_cli.checkpoint.layouts import claim_tensors
-
-    files = model.files()
-    return Rewrite(model, files, claim_tensors(model, files), physical_to_logical)
-
-
 def _record_failures(written: Artefact, chosen: Artefact, placement: Placement) -> list[str]:
     """Whether a folder's own record is the placement it claims."""
     failures = []
     if written.parent_id("placement") != chosen.id:
-        failures.append(f"{written.path}: made from another version of {chosen.path.name}")
+        failures.append(f"it was made from another version of {chosen.path.name}; run smoe regroup --force")
     record = recorded_map(written.path, *placement.expert_to_rank.shape) if written.record != written.path else None
     if record is not None and map_hash(record) != placement.map_sha256:
         failures.append(f"{RUNTIME} and {PLACEMENT_FILE} record different maps")

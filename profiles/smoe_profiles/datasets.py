@@ -158,6 +158,8 @@ def _library_rows(spec: str) -> Iterator[Any]:
             yield _content(row, spec)
     except (InputError, GeneratorExit):
         raise
+    except StopIteration:  # the library's answer to a file with no row at all
+        return
     except (DatasetNotFoundError, ConnectionError) as error:
         raise MachineError(f"dataset {spec} is not in the cache and the hub was not reachable ({error}).") from error
     except (OSError, ValueError, TypeError, EOFError) as error:

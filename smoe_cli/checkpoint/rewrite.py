@@ -65,6 +65,17 @@ class Rewrite:
         ]
 
 
+def expected_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64]) -> Rewrite:
+    """What a regrouped checkpoint must hold. physical_to_logical: [L, E].
+
+    Raises InputError for a damaged checkpoint or a map that is no permutation of the model's experts, ImpossibleError
+    for tensors no rule claims.
+    """
+    _check_map(model, physical_to_logical)
+    files = model.files()
+    return Rewrite(model, files, claim_tensors(model, files), physical_to_logical)
+
+
 def plan_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64], target: Path) -> Rewrite:
     """Check everything that can be checked before the first byte is written.
 
@@ -75,12 +86,11 @@ def plan_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64], targe
     source, end = files.folder.resolve(), target.resolve()
     if source == end or source in end.parents or end in source.parents:
         raise ImpossibleError(f"{target} and the model's folder {files.folder} lie inside each other; use another -C.")
-    _check_map(model, physical_to_logical)
     if any(SINGLE_EXPERT.search(text) for text in _strings(read_json(files.folder / "config.json"))):
         raise ImpossibleError(
             f"{files.folder / 'config.json'} names single experts; renumbering them is not supported."
         )
-    rewrite = Rewrite(model, files, claim_tensors(model, files), physical_to_logical)
+    rewrite = expected_rewrite(model, physical_to_logical)
     free = shutil.disk_usage(target.parent).free
     if free < files.nbytes * 1.01 + 1e6:
         raise MachineError(

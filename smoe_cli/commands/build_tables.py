@@ -26,7 +26,7 @@ def build_tables(
     target = common.dir / TABLES
     check_target(target, force=force)
     opened = open_trace(Path(trace) if trace else common.dir / TRACE, hashes=hashes)
-    found = model_of(opened.artefact, opened.artefact.path.parent, model)
+    found = model_of(opened.artefact, common.dir, model or opened.artefact.run().get("model"))
     facts = {"seed": seed}
     with (
         publish(

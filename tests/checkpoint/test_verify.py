@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smoe_cli.checkpoint.layerwise import compare_routing
+from smoe_cli.checkpoint.rewrite import expected_rewrite
 from smoe_cli.checkpoint.verify import compare_tensors
-from smoe_cli.regrouping import plan_rewrite_only
 from smoe_profiles.models import find_model
 from smoe_profiles.tensors import open_checkpoint
 from tests.checkpoint.conftest import edit_tensors, editable, permutations, regroup, whole_groups
@@ -38,7 +38,7 @@ def copy(right, tmp_path):
 def failures(source, written, order=ORDER):
     model = find_model(str(source))
     done = []
-    found = compare_tensors(plan_rewrite_only(model, order), open_checkpoint(written), done.append)
+    found = compare_tensors(expected_rewrite(model, order), open_checkpoint(written), done.append)
     assert sum(done) == model.nbytes
     return found
 

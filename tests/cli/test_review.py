@@ -47,3 +47,18 @@ def test_json_is_never_infinity():
 def test_a_command_name_as_a_plain_config_key_is_a_usage_error(tmp_path):
     (tmp_path / "smoe.toml").write_text("evaluate = 3\n")
     assert run(["evaluate", "--config", str(tmp_path / "smoe.toml")]) == 2
+
+
+def test_an_empty_file_of_prompts_is_called_empty(tmp_path, capsys):
+    (tmp_path / "none.jsonl").write_text("")
+    arguments = [
+        "profile",
+        "--model",
+        "tiny-mixtral",
+        "--dataset",
+        str(tmp_path / "none.jsonl"),
+        "-C",
+        str(tmp_path / "o"),
+    ]
+    assert run(arguments) == 3
+    assert "is empty" in capsys.readouterr().err
