@@ -9,7 +9,7 @@ from typing import Any
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_profiles.artefact import publish
-from smoe_profiles.choices import Dtype, Pack, SplitBy, SplitMode
+from smoe_profiles.choices import Dtype, Level, Pack, SplitBy, SplitMode
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import Model, model_identity
 
@@ -73,7 +73,7 @@ def record_trace(plan: RecordingPlan, target: Path, *, force: bool, console: Con
     from smoe_profiles.capture.profile import LoadOptions, load_model, load_tokenizer, record, trace_layers
     from smoe_profiles.datasets import limit_tokens, read_documents
     from smoe_profiles.split import Document, assign_parts
-    from smoe_profiles.trace import LEVEL, TraceWriter
+    from smoe_profiles.trace_writer import TraceWriter
 
     identity = model_identity(plan.model)
     tokenize = load_tokenizer(plan.model)
@@ -90,16 +90,25 @@ def record_trace(plan: RecordingPlan, target: Path, *, force: bool, console: Con
         )
     console.note(f"profiling {plan.model.name} on {', '.join(source for _, source in plan.datasets)}")
     loaded = load_model(plan.model, LoadOptions(plan.dtype.value, plan.device, plan.device_map))
-    layers = trace_layers(plan.model)
+    layers, sources = trace_layers(plan.model), list(dict.fromkeys(source for _, source in plan.datasets))
     with publish(target, "trace", parameters=plan.parameters(), model=identity, force=force) as draft:
-        writer = TraceWriter(draft.path, layers)
+        writer = TraceWriter(draft.path, layers, sources)
         assigned = assign_parts(chain([first], stream), plan.split, plan.split_by)
         with console.progress("profiling", plan.max_tokens, "tokens") as advance:
-            record(plan.model, loaded, assigned, writer, pack=plan.pack, seq_len=plan.seq_len, progress=advance)
+            record(
+                plan.model,
+                loaded,
+                assigned,
+                writer,
+                sources=sources,
+                pack=plan.pack,
+                seq_len=plan.seq_len,
+                progress=advance,
+            )
         writer.close()
         draft.run["model"] = plan.model.location
         draft.parameters |= {
-            "level": LEVEL,
+            "level": Level.TOKEN.value,
             "ordered": True,
             "layers": [asdict(layer) for layer in layers],
             "vocab_size": plan.model.spec.vocab_size,

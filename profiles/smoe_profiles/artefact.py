@@ -2,7 +2,8 @@
 
 An artefact is staged as `.NAME.partial` beside its target, every file fsynced, manifest.json last, then renamed.
 The manifest is a pure function of inputs and parameters; what is volatile stands in run.json, outside every hash.
-After a kill the target is absent, old or new, never mixed.
+After a kill the target is absent, old or new, never mixed. Long work may go on in the staging folder of a killed run:
+names there that start with a dot are scratch, and no part of the artefact.
 """
 
 import ctypes
@@ -28,6 +29,8 @@ from smoe_profiles.tensors import read_json
 
 FORMAT = "smoe"
 FORMAT_VERSION = 1
+SCRATCH = "."
+RESUME_KEY = f"{SCRATCH}resume.json"
 LIBRARIES = ("smoe", "numpy", "scipy", "numba", "pyarrow", "torch", "transformers")
 
 
@@ -165,18 +168,22 @@ def publish(
     parents: Sequence[Artefact] = (),
     force: bool = False,
     record: str = ".",
+    resume: dict[str, Any] | None = None,
 ) -> Iterator[Draft]:
     """Write an artefact: yields a Draft, and on a clean exit makes it appear at `target` in one rename.
 
     On any exception, an interrupt included, the staging folder is removed and the target is as it was.
     record: sub-folder that holds manifest.json and run.json (`smoe` inside a checkpoint).
+    resume: everything that the content depends on. The staging folder then outlives a failure, and a run with an equal
+    `resume` finds in it what the one before had written; any other run empties it.
     Raises ImpossibleError if the target exists and `force` is not given, MachineError if another run writes it.
     """
     check_target(target, force=force)
-    staging = target.with_name(f".{target.name}.partial")
+    staging = staging_path(target)
     started = time.monotonic()
-    lock = _lock_empty(staging)
+    lock = _lock(staging)
     try:
+        _prepare(staging, resume)
         draft = Draft(staging, staging / record, dict(parameters))
         draft.record.mkdir(exist_ok=True)
         yield draft
@@ -199,19 +206,22 @@ def publish(
         }
         _write_json(draft.record / "run.json", run | draft.run)
         _write_json(draft.record / "manifest.json", manifest)
+        for scratch in staging.glob(f"{SCRATCH}*"):
+            scratch.unlink()
         for folder in {path.parent for path in staging.rglob("*")}:
             _sync_directory(folder)
         check_target(target, force=force)
         _rename(staging, target)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if resume is None:
+            shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
         os.close(lock)
 
 
-def _lock_empty(staging: Path) -> int:
-    """Make the staging folder, lock it for this process and empty what a killed run left there."""
+def _lock(staging: Path) -> int:
+    """Make the staging folder and lock it for this process."""
     while True:
         if staging.is_symlink():
             raise MachineError(f"{staging} is a symbolic link; smoe stages there and will not write through it.")
@@ -225,15 +235,35 @@ def _lock_empty(staging: Path) -> int:
         if staging.exists() and os.fstat(lock).st_ino == staging.stat().st_ino:
             break
         os.close(lock)  # the other run published and renamed it between our open and our lock
+    return lock
+
+
+def _prepare(staging: Path, resume: dict[str, Any] | None) -> None:
+    """Empty what a killed run left in the staging folder, unless it was this very run."""
+    key = staging / RESUME_KEY
+    if resume is not None and key.exists() and not (staging / "manifest.json").exists():
+        try:
+            if read_json(key) == json.loads(json.dumps(resume)):
+                return
+        except InputError:
+            pass  # the kill came while the key was written
     for path in staging.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    return lock
+    if resume is not None:
+        _write_json(key, resume)
+
+
+def staging_path(target: Path) -> Path:
+    """Where an artefact is written before it appears at its target."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def _file_table(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file, each fsynced on the way."""
     table = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.parent == folder and path.name.startswith(SCRATCH):
+            continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
         table[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}

@@ -32,3 +32,20 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class Level(StrEnum):
+    """What a trace knows: each token's experts, counts by token id, pairs of experts, or only counts of experts."""
+
+    TOKEN = "token"
+    TOKEN_COUNT = "token-count"
+    PAIR = "pair"
+    COUNT = "count"
+
+
+class EarlyGate(StrEnum):
+    """On which rows the router is asked before attention: none, one batch in eight, or all."""
+
+    NONE = "none"
+    SAMPLE = "sample"
+    ALL = "all"

@@ -1,7 +1,8 @@
 """The trace: one row a token, with the experts every MoE layer chose, in Parquet (design 3).
 
-Axes: N rows (tokens), K experts a token, L MoE layers. Column `experts_LL` is fixed_size_list[K] of u8 (or u16 where
-E > 256), `weights_LL` f16 of the same shape, both sorted by falling weight, ties by expert id.
+Axes: N rows (tokens), K experts a token, M early-gate candidates, L MoE layers. Column `experts_LL` is
+fixed_size_list[K] of u8 (or u16 where ids pass 255), `weights_LL` f16 of the same shape, both sorted by falling weight,
+ties by expert id. Lower levels hold one file of counts a layer (`smoe_profiles.levels`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,48 +17,92 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from smoe_profiles.artefact import Artefact, open_artefact
+from smoe_profiles.choices import Level
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.split import PARTS
 
-ROW_GROUP = 65_536
-PART_ROWS = 16 * ROW_GROUP
-LEVEL = "token"
+PHASES = ("prefill", "decode")
+UNKNOWN_TOKEN = np.iinfo(np.uint32).max
+"""Stands in arrays for a token id that is not known; null in Parquet."""
+
+EARLY_FACTOR = 4
+"""The early gate keeps this many times K candidates."""
 
 ExpertIds = npt.NDArray[np.uint16]
+_HOLDS = {
+    Level.TOKEN: frozenset(Level),
+    Level.TOKEN_COUNT: frozenset({Level.TOKEN_COUNT, Level.COUNT}),
+    Level.PAIR: frozenset({Level.PAIR, Level.COUNT}),
+    Level.COUNT: frozenset({Level.COUNT}),
+}
 
 
 @dataclass(frozen=True)
 class TraceLayer:
-    """One MoE layer of a trace; `stack` names a second MoE stack's prefix, empty for the main one."""
+    """One MoE layer of a trace: ids lie in [0, num_experts + num_zero); zero experts compute nothing.
+
+    `stack` names a second MoE stack's prefix, empty for the main one.
+    """
 
     id: int
     num_experts: int
     top_k: int
     stack: str = ""
+    num_zero: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.stack}{self.id:02d}"
 
     @property
     def column(self) -> str:
-        return f"experts_{self.stack}{self.id:02d}"
+        return f"experts_{self.label}"
 
     @property
     def weight_column(self) -> str:
-        return f"weights_{self.stack}{self.id:02d}"
+        return f"weights_{self.label}"
+
+    @property
+    def early_columns(self) -> tuple[str, str]:
+        return f"early_{self.label}", f"early_logits_{self.label}"
+
+    @property
+    def id_type(self) -> pa.DataType:
+        return pa.uint8() if self.num_experts + self.num_zero <= 256 else pa.uint16()
+
+    @property
+    def num_early(self) -> int:
+        return min(self.num_experts, EARLY_FACTOR * self.top_k)
+
+
+@dataclass(frozen=True)
+class EarlyRows:
+    """What each layer's router says of the layer's input. ids: per layer [N, M]; logits: per layer [N, M] f16."""
+
+    ids: list[ExpertIds]
+    logits: list[npt.NDArray[np.float16]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A run of trace rows. experts: per layer [N, K] uint16; weights: per layer [N, K] float32; the rest [N]."""
+    """A run of trace rows; all [N] but experts, per layer [N, K], and weights, per layer [N, K] or None (not known).
+
+    token_id: UNKNOWN_TOKEN where it is not known; phase: index into PHASES; source: into the writer's sources;
+    split: into PARTS. early: None where the early gate was not recorded.
+    """
 
     sequence: npt.NDArray[np.uint32]
     position: npt.NDArray[np.uint32]
     token_id: npt.NDArray[np.uint32]
-    source: Sequence[str]
-    split: Sequence[str]
+    phase: npt.NDArray[np.int16]
+    source: npt.NDArray[np.int16]
+    split: npt.NDArray[np.int16]
     experts: list[ExpertIds]
-    weights: list[npt.NDArray[np.float32]]
+    weights: Sequence[npt.NDArray[np.floating[Any]] | None]
+    early: EarlyRows | None = None
 
 
-def schema(layers: Sequence[TraceLayer]) -> pa.Schema:
+def schema(layers: Sequence[TraceLayer], *, early: bool = False) -> pa.Schema:
     names = pa.dictionary(pa.int16(), pa.string())
     fields = [
         pa.field("sequence", pa.uint32(), nullable=False),
@@ -66,101 +111,35 @@ def schema(layers: Sequence[TraceLayer]) -> pa.Schema:
         *(pa.field(name, names, nullable=False) for name in ("phase", "source", "split")),
     ]
     for layer in layers:
-        expert = pa.uint8() if layer.num_experts <= 256 else pa.uint16()
-        fields.append(pa.field(layer.column, pa.list_(expert, layer.top_k), nullable=False))
+        fields.append(pa.field(layer.column, pa.list_(layer.id_type, layer.top_k), nullable=False))
         fields.append(pa.field(layer.weight_column, pa.list_(pa.float16(), layer.top_k)))
+    if early:
+        for layer in layers:
+            ids, logits = layer.early_columns
+            fields.append(pa.field(ids, pa.list_(layer.id_type, layer.num_early)))
+            fields.append(pa.field(logits, pa.list_(pa.float16(), layer.num_early)))
     return pa.schema(fields)
 
 
-def sort_by_weight(
-    experts: npt.NDArray[np.int64], weights: npt.NDArray[np.float32]
-) -> tuple[ExpertIds, npt.NDArray[np.float32]]:
-    """Each row by falling weight, ties by expert id, so that bytes do not depend on a kernel's order. [N, K] both."""
-    order = np.lexsort((experts, -weights), axis=-1)
-    return (
-        np.take_along_axis(experts, order, -1).astype(np.uint16),
-        np.take_along_axis(weights, order, -1),
-    )
-
-
-class TraceWriter:
-    """Writes rows to part files under a folder, checking each layer's ids on the way."""
-
-    def __init__(self, folder: Path, layers: Sequence[TraceLayer]) -> None:
-        self.folder, self.layers, self.schema = folder, layers, schema(layers)
-        self.rows = dict.fromkeys(PARTS, 0)
-        self._writer: pq.ParquetWriter | None = None
-        self._written = self._part = self._pending_rows = 0
-        self._pending: list[pa.Table] = []
-
-    def append(self, rows: Rows) -> None:
-        """Add rows. Raises InputError for an id outside [0, E) or an expert twice in a row."""
-        columns: dict[str, pa.Array] = {
-            "sequence": pa.array(rows.sequence, pa.uint32()),
-            "position": pa.array(rows.position, pa.uint32()),
-            "token_id": pa.array(rows.token_id, pa.uint32()),
-            "phase": _names(["prefill"] * len(rows.sequence)),
-            "source": _names(rows.source),
-            "split": _names(rows.split),
-        }
-        for layer, experts, weights in zip(self.layers, rows.experts, rows.weights, strict=True):
-            check_experts(experts, layer)
-            columns[layer.column] = _lists(experts, self.schema.field(layer.column).type)
-            columns[layer.weight_column] = _lists(weights, self.schema.field(layer.weight_column).type)
-        self._pending.append(pa.table(columns, schema=self.schema))
-        self._pending_rows += len(rows.sequence)
-        for part in PARTS:
-            self.rows[part] += sum(name == part for name in rows.split)
-        if self._pending_rows >= ROW_GROUP:
-            self._flush(self._pending_rows // ROW_GROUP * ROW_GROUP)
-
-    def _flush(self, count: int) -> None:
-        table = pa.concat_tables(self._pending).unify_dictionaries()
-        for start in range(0, count, ROW_GROUP):
-            if self._writer is None:
-                path = self.folder / f"part-{self._part:05d}.parquet"
-                self._writer = pq.ParquetWriter(path, self.schema, compression="zstd", write_page_checksum=True)
-            group = table.slice(start, min(ROW_GROUP, count - start))
-            self._writer.write_table(group, row_group_size=ROW_GROUP)
-            self._written += len(group)
-            if self._written >= PART_ROWS:
-                self.close_part()
-        self._pending = [table.slice(count)]
-        self._pending_rows -= count
-
-    def close_part(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer, self._written = None, 0
-            self._part += 1
-
-    def close(self) -> None:
-        """Write what is pending and finish the last part file."""
-        if self._pending_rows:
-            self._flush(self._pending_rows)
-        self.close_part()
-
-
 def check_experts(experts: npt.NDArray[Any], layer: TraceLayer) -> None:
-    """Every row must name K distinct ids in [0, E). experts: [N, K]."""
+    """Every row must name K distinct ids in [0, E + Z). experts: [N, K]. Raises InputError naming one that does not."""
     if experts.shape[1] != layer.top_k:
         raise InputError(f"layer {layer.id} gave {experts.shape[1]} experts a token; its config says {layer.top_k}.")
-    if experts.size and (experts.min() < 0 or experts.max() >= layer.num_experts):
+    if experts.size and (experts.min() < 0 or experts.max() >= layer.num_experts + layer.num_zero):
         worst = experts.max() if experts.min() >= 0 else experts.min()
         raise InputError(f"layer {layer.id} holds expert id {worst}; it has {layer.num_experts} experts.")
-    ordered = np.sort(experts, axis=1)
-    twice = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+    twice = np.flatnonzero(repeats(experts))
     if len(twice):
         raise InputError(f"layer {layer.id}, row {twice[0]}: experts {experts[twice[0]].tolist()} repeat an id.")
 
 
-def _names(values: Sequence[str]) -> pa.Array:
-    return pa.array(values, pa.string()).dictionary_encode().cast(pa.dictionary(pa.int16(), pa.string()))
-
-
-def _lists(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    flat = np.ascontiguousarray(values.reshape(-1), kind.value_type.to_pandas_dtype())
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
+def repeats(experts: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which rows name an id twice, [N]. experts: [N, K]; pairs of columns beat sorting each short row."""
+    found = np.zeros(len(experts), np.bool_)
+    columns = np.ascontiguousarray(experts.T)
+    for slot in range(1, len(columns)):
+        found |= (columns[:slot] == columns[slot]).any(axis=0)
+    return found
 
 
 @dataclass(frozen=True)
@@ -170,19 +149,25 @@ class Trace:
     artefact: Artefact
     layers: tuple[TraceLayer, ...]
     vocab_size: int
+    level: Level = Level.TOKEN
 
-    def _groups(self, columns: list[str]) -> Iterator[pa.Table]:
+    def groups(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The named columns of every row, one row group after another, in order. Needs level `token`."""
+        expected = schema(self.layers, early=True)
         for name in sorted(self.artefact.manifest["files"]):
             if name.endswith(".parquet"):
-                yield from _read_groups(self.artefact.path / name, [*columns, "split"], schema(self.layers))
+                yield from _read_groups(self.artefact.path / name, list(columns), expected)
 
     def read(self, columns: Sequence[str], part: str) -> dict[str, npt.NDArray[Any]]:
-        """Columns of one part's rows, in order: [N] or, for experts and weights, [N, K]; names as str objects."""
+        """Columns of one part's rows, in order: [N] or, for experts and weights, [N, K]; names as str objects.
+
+        An unknown token id reads as UNKNOWN_TOKEN, unknown weights as NaN.
+        """
         found: dict[str, list[npt.NDArray[Any]]] = {column: [] for column in columns}
-        for table in self._groups(list(columns)):
+        for table in self.groups([*columns, "split"]):
             kept = table.filter(pc.equal(table["split"], part))
             for column in columns:
-                found[column].append(_to_numpy(kept[column]))
+                found[column].append(to_numpy(kept[column]))
         if not all(found.values()):
             raise InputError(f"{self.artefact.path} holds no Parquet rows; the trace is incomplete.")
         return {column: np.concatenate(pieces) for column, pieces in found.items()}
@@ -198,6 +183,10 @@ class Trace:
         if not isinstance(rows, dict) or type(rows.get(part)) is not int:
             raise InputError(f"{self.artefact.record / 'manifest.json'} does not say how many rows {part} has.")
         return int(rows[part])
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows(part) for part in PARTS)
 
 
 def _read_groups(path: Path, columns: list[str], expected: pa.Schema) -> Iterator[pa.Table]:
@@ -226,32 +215,51 @@ def _check_column(path: Path, column: pa.ChunkedArray, expected: pa.Field) -> No
         raise InputError(f"{path}: column {expected.name} has {column.null_count} empty rows.")
 
 
-def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+def to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """A trace column as an array, [N] or [N, K]; nulls become UNKNOWN_TOKEN, NaN or, of expert ids, zeros."""
     if pa.types.is_fixed_size_list(column.type):
-        width = column.type.list_size
-        pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-        flat = np.concatenate(pieces) if pieces else np.empty(0, column.type.value_type.to_pandas_dtype())
-        return flat.reshape(-1, width)
+        pieces = [_list_rows(chunk) for chunk in column.chunks]
+        empty = np.empty((0, column.type.list_size), column.type.value_type.to_pandas_dtype())
+        return np.concatenate([empty, *pieces])
     if pa.types.is_dictionary(column.type):
         column = column.cast(pa.string())
+    elif column.null_count:
+        column = column.fill_null(UNKNOWN_TOKEN)
     values: npt.NDArray[Any] = column.to_numpy()
     return values
 
 
-def open_trace(path: Path, *, hashes: bool = False) -> Trace:
-    """Open trace/ and check that it is of level `token`."""
+def _list_rows(chunk: pa.FixedSizeListArray) -> npt.NDArray[Any]:
+    values = chunk.flatten()  # of null rows there are none
+    flat: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False).reshape(-1, chunk.type.list_size)
+    if not chunk.null_count:
+        return flat
+    filler = np.nan if np.issubdtype(flat.dtype, np.floating) else 0
+    rows = np.full((len(chunk), chunk.type.list_size), filler, flat.dtype)
+    rows[chunk.is_valid().to_numpy(zero_copy_only=False)] = flat
+    return rows
+
+
+def open_trace(path: Path, *, hashes: bool = False, needs: Level = Level.TOKEN) -> Trace:
+    """Open trace/ and check that its level holds what the caller needs."""
     artefact = open_artefact(path, "trace", hashes=hashes)
     level = artefact.parameters.get("level")
-    if level != LEVEL:
-        raise ImpossibleError(f"{path} is of level {level}; level {LEVEL} is needed here. Record it with smoe profile.")
-    return Trace(artefact, *read_layers(artefact))
+    if level not in list(Level):
+        raise InputError(f"{artefact.record / 'manifest.json'} names a level {level!r} that this smoe does not know.")
+    if needs not in _HOLDS[Level(level)]:
+        raise ImpossibleError(
+            f"{path} is of level {level}; level {needs} is needed here. Record it with smoe profile, or import a dump "
+            "that holds each token's experts."
+        )
+    return Trace(artefact, *read_layers(artefact), level=Level(level))
 
 
 def read_layers(artefact: Artefact) -> tuple[tuple[TraceLayer, ...], int]:
     """The layers and vocabulary size an artefact's manifest records. Raises InputError if they are not as written."""
     try:
         layers = tuple(TraceLayer(**layer) for layer in artefact.parameters["layers"])
-        numbers = [artefact.parameters["vocab_size"], *(n for x in layers for n in (x.id, x.num_experts, x.top_k))]
+        numbers = [artefact.parameters["vocab_size"]]
+        numbers += [n for layer in layers for n in (layer.id, layer.num_experts, layer.top_k, layer.num_zero)]
         stacks = [layer.stack for layer in layers]
     except (KeyError, TypeError) as error:
         raise InputError(f"{artefact.record / 'manifest.json'} does not describe its layers ({error!r}).") from error

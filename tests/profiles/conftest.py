@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from smoe_profiles.artefact import publish
-from smoe_profiles.trace import Rows, Trace, TraceLayer, TraceWriter, open_trace
+from smoe_profiles.split import PARTS
+from smoe_profiles.trace import Rows, Trace, TraceLayer, open_trace
+from smoe_profiles.trace_writer import TraceWriter
 from tests.profiles.tiny_models import cached_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+SOURCES = ("prose", "code")
 IDENTITY = {"family": "none", "vocab_size": 64, "layers": [], "router_sha256": "0" * 64, "map_sha256": None}
 
 
@@ -26,7 +29,7 @@ def tiny(tmp_path_factory):
 def publish_trace(path: Path, layers: list[TraceLayer], batches: list[Rows], vocab_size: int = 64) -> Trace:
     """A trace artefact of the given rows, opened."""
     with publish(path, "trace", parameters={}, model=IDENTITY) as draft:
-        writer = TraceWriter(draft.path, layers)
+        writer = TraceWriter(draft.path, layers, SOURCES)
         for rows in batches:
             writer.append(rows)
         writer.close()
@@ -57,8 +60,11 @@ def random_rows(
         sequence=sequence.astype(np.uint32),
         position=(np.arange(count) % 5).astype(np.uint32),
         token_id=generator.integers(0, vocab_size, count).astype(np.uint32),
-        source=[("prose", "code")[number // 3 % 2] for number in sequence],
-        split=[("fit", "heldout", "fit", "validation")[number % 4] for number in sequence],
+        phase=np.zeros(count, np.int16),
+        source=(sequence // 3 % 2).astype(np.int16),
+        split=np.array(
+            [PARTS.index(("fit", "heldout", "fit", "validation")[number % 4]) for number in sequence], np.int16
+        ),
         experts=experts,
         weights=[
             np.sort(generator.random((count, layer.top_k)).astype(np.float16), axis=1)[:, ::-1].astype(np.float32)

@@ -17,8 +17,8 @@ from smoe_profiles.capture.recorder import Recorder, experts_modules
 from smoe_profiles.choices import Pack
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import find_model
-from smoe_profiles.split import Assigned, Document
-from smoe_profiles.trace import TraceWriter
+from smoe_profiles.split import PARTS, Assigned, Document
+from smoe_profiles.trace_writer import TraceWriter
 from tests.profiles.tiny_models import CONFIGS, MOE_LAYERS, VOCAB, choose_by_hand
 
 NEAR_TIE = 1e-5
@@ -56,9 +56,10 @@ def trace_of(loaded_model, docs, folder, pack=Pack.ISOLATE, seq_len=64):
     """The rows recorded, read back with pyarrow: a dictionary of arrays."""
     model, module, _ = loaded_model
     folder.mkdir(exist_ok=True)
-    writer = TraceWriter(folder, trace_layers(model))
+    sources = list(dict.fromkeys(item.document.source for item in docs))
+    writer = TraceWriter(folder, trace_layers(model), sources)
     seen = []
-    record(model, module, docs, writer, pack=pack, seq_len=seq_len, progress=seen.append)
+    record(model, module, docs, writer, sources=sources, pack=pack, seq_len=seq_len, progress=seen.append)
     writer.close()
     table = pq.read_table(folder / "part-00000.parquet")
     assert sum(seen) == len(table)
@@ -223,14 +224,14 @@ def test_packing_loses_nothing_and_never_pads_beyond_its_budget(sizes, seq_len, 
         Assigned(Document(np.arange(100 * i, 100 * i + size, dtype=np.uint32), f"s{i}"), ("fit", "heldout")[i % 2])
         for i, size in enumerate(sizes)
     ]
-    found = list(batches(cut(docs, pack, seq_len), budget))
+    found = list(batches(cut(docs, pack, seq_len, [f"s{i}" for i in range(len(docs))]), budget))
     chunks = [chunk for batch in found for chunk in batch.chunks]
     assert all(1 <= len(chunk.token_ids) == len(chunk.source) <= seq_len for chunk in chunks)
     for part in ("fit", "heldout"):
         wanted = [int(token) for item in docs if item.part == part for token in item.document.token_ids]
-        assert [int(token) for chunk in chunks if chunk.part == part for token in chunk.token_ids] == wanted
+        assert [int(token) for chunk in chunks if PARTS[chunk.part] == part for token in chunk.token_ids] == wanted
     for chunk in chunks:
-        assert chunk.source == [f"s{token // 100}" for token in chunk.token_ids]
+        assert (chunk.source == chunk.token_ids // 100).all()
     for batch in found:
         ids, real = batch.input_ids(), batch.real()
         assert ids.shape == real.shape

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import find_model
+from smoe_profiles.split import PARTS
 from smoe_profiles.tables import (
     BLOCK_ROWS,
     NO_NEIGHBOUR,
@@ -275,7 +276,7 @@ def small(tmp_path_factory):
 
 
 def of_part(rows, part):
-    return np.array([name == part for name in rows.split])
+    return rows.split == PARTS.index(part)
 
 
 def test_counts_of_each_part_are_kept_apart_and_add_up(small):
@@ -395,7 +396,7 @@ def test_neighbours_come_from_the_models_own_input_embedding(tiny, tmp_path):
 @pytest.mark.parametrize("part", ["fit", "heldout"])
 def test_a_trace_without_fit_or_validation_rows_is_an_input_error(part, tmp_path):
     rows = random_rows(np.random.default_rng(0), 20, LAYERS)
-    rows.split[:] = [part] * 20
+    rows.split[:] = PARTS.index(part)
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
     with pytest.raises(InputError, match="0 validation rows"):
         write_tables(tmp_path, trace, None, 0, lambda _: None)
@@ -417,7 +418,7 @@ def test_a_token_id_outside_the_vocabulary_is_an_input_error(tmp_path):
 
 def test_a_very_short_part_gives_blocks_of_single_rows(tmp_path):
     rows: Rows = random_rows(np.random.default_rng(0), 5, LAYERS)
-    rows.split[:] = ["fit", "fit", "fit", "validation", "validation"]
+    rows.split[:] = [0, 0, 0, 1, 1]
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
     tables = write(tmp_path / "tables", trace)
     assert [sample.block_start.tolist() for sample in tables.samples("validation")] == [[0, 1, 2]] * 3

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe_profiles import trace as trace_module
+from smoe_profiles import trace_writer
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, InputError
-from smoe_profiles.trace import Rows, TraceLayer, TraceWriter, open_trace, schema, sort_by_weight
-from tests.profiles.conftest import IDENTITY, publish_trace, random_rows, trace_parameters
+from smoe_profiles.trace import UNKNOWN_TOKEN, Rows, TraceLayer, open_trace, schema
+from smoe_profiles.trace_writer import TraceWriter, sort_by_weight
+from tests.profiles.conftest import IDENTITY, SOURCES, publish_trace, random_rows, trace_parameters
 
 LAYERS = [TraceLayer(1, 8, 2), TraceLayer(3, 300, 3)]
 PARTS = ("fit", "validation", "heldout")
@@ -23,8 +24,12 @@ PARTS = ("fit", "validation", "heldout")
 
 def joined(batches):
     """The batches' columns one after another, as lists."""
-    plain = ("sequence", "position", "token_id", "source", "split")
-    columns = {name: [value for rows in batches for value in getattr(rows, name)] for name in plain}
+    names = {"source": SOURCES, "split": PARTS}
+    columns = {
+        name: [int(value) for rows in batches for value in getattr(rows, name)]
+        for name in ("sequence", "position", "token_id", *names)
+    }
+    columns |= {name: [words[code] for code in columns[name]] for name, words in names.items()}
     for index, layer in enumerate(LAYERS):
         columns[layer.column] = np.concatenate([rows.experts[index] for rows in batches]).tolist()
         columns[layer.weight_column] = np.concatenate([rows.weights[index] for rows in batches]).tolist()
@@ -69,8 +74,8 @@ def test_rows_come_back_whole_over_many_row_groups_and_parts(sizes, seed, tmp_pa
     generator = np.random.default_rng(seed)
     batches = [random_rows(generator, size, LAYERS, first_sequence=100 * i) for i, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace_module, "ROW_GROUP", 8)
-        patch.setattr(trace_module, "PART_ROWS", 24)
+        patch.setattr(trace_writer, "ROW_GROUP", 8)
+        patch.setattr(trace_writer, "PART_ROWS", 24)
         trace = publish_trace(tmp_path_factory.mktemp("rows") / "trace", LAYERS, batches)
     wanted = joined(batches)
     files = sorted(trace.artefact.path.glob("part-*.parquet"))
@@ -127,20 +132,20 @@ def test_a_row_that_cannot_be_a_choice_is_refused_on_writing(row, message, tmp_p
     rows = random_rows(np.random.default_rng(0), 5, LAYERS)
     rows.experts[0][2] = row
     with pytest.raises(InputError, match=rf"layer 1.*{message}"):
-        TraceWriter(tmp_path, LAYERS).append(rows)
+        TraceWriter(tmp_path, LAYERS, SOURCES).append(rows)
 
 
 def test_a_negative_id_is_refused_on_writing(tmp_path):
     rows = random_rows(np.random.default_rng(0), 5, LAYERS)
     rows = replace(rows, experts=[rows.experts[0].astype(np.int64) - 8, rows.experts[1]])
     with pytest.raises(InputError, match=r"layer 1 holds expert id -"):
-        TraceWriter(tmp_path, LAYERS).append(rows)
+        TraceWriter(tmp_path, LAYERS, SOURCES).append(rows)
 
 
 def test_another_number_of_experts_a_token_is_refused_on_writing(tmp_path):
     rows = random_rows(np.random.default_rng(0), 5, [TraceLayer(1, 8, 3), LAYERS[1]])
     with pytest.raises(InputError, match="layer 1 gave 3 experts a token; its config says 2"):
-        TraceWriter(tmp_path, LAYERS).append(rows)
+        TraceWriter(tmp_path, LAYERS, SOURCES).append(rows)
 
 
 ONE = [TraceLayer(0, 8, 2)]
@@ -156,7 +161,7 @@ def good_table(rows=40):
             "position": pa.array(made.position),
             "token_id": pa.array(made.token_id),
             "phase": pa.array(["prefill"] * rows).dictionary_encode(),
-            "source": pa.array(made.source).dictionary_encode(),
+            "source": pa.array(["text"] * rows).dictionary_encode(),
             "split": pa.array(["fit"] * rows).dictionary_encode(),
             "experts_00": pa.FixedSizeListArray.from_arrays(pa.array(made.experts[0].reshape(-1), pa.uint8()), 2),
         }
@@ -313,5 +318,60 @@ def test_a_manifest_with_parameters_of_another_shape_is_an_input_error(change, t
 
 def test_rows_hold_exactly_what_a_trace_row_needs():
     assert {field.name for field in fields(Rows)} == {
-        *("sequence", "position", "token_id", "source", "split", "experts", "weights")
+        *("sequence", "position", "token_id", "phase", "source", "split", "experts", "weights", "early")
     }
+
+
+def test_unknown_token_ids_and_weights_are_null_on_disk_and_come_back_as_such(tmp_path):
+    rows = random_rows(np.random.default_rng(0), 12, LAYERS)
+    rows.token_id[[0, 7]] = UNKNOWN_TOKEN
+    rows.token_id[1] = UNKNOWN_TOKEN - 1
+    rows = replace(rows, split=np.zeros(12, np.int16), weights=[None, rows.weights[1]])
+    trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
+    table = pq.read_table(tmp_path / "trace" / "part-00000.parquet")
+    assert [i for i, value in enumerate(table["token_id"].to_pylist()) if value is None] == [0, 7]
+    assert table["weights_01"].null_count == 12
+    back = trace.read(["token_id", "weights_01", "weights_03"], "fit")
+    assert back["token_id"].tolist() == rows.token_id.tolist()
+    assert np.isnan(back["weights_01"]).all()
+    assert back["weights_01"].shape == (12, 2)
+    assert (back["weights_03"] == rows.weights[1]).all()
+
+
+def write_in_lives(folder, batches, deaths, cut=0):
+    """Append batches through a writer that is dropped after each of `deaths` appends and built anew over its folder."""
+    folder.mkdir()
+    for death in [*deaths, None]:
+        writer = TraceWriter(folder, LAYERS, SOURCES)
+        left = batches[writer.appended :]
+        for rows in left if death is None else left[:death]:
+            writer.append(rows)
+        if death is None:
+            writer.close()
+        elif cut:
+            journal = folder / ".part.journal"
+            journal.write_bytes(journal.read_bytes()[:-cut])
+    return {path.name: path.read_bytes() for path in folder.glob("part-*.parquet")}, writer.rows
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    deaths=st.lists(st.integers(0, 4), max_size=3),
+    cut=st.sampled_from([0, 1, 7, 300]),
+)
+def test_a_writer_killed_anywhere_and_built_again_gives_the_same_bytes(sizes, deaths, cut, tmp_path_factory):
+    base = tmp_path_factory.mktemp("lives")
+    batches = [random_rows(np.random.default_rng(i), size, LAYERS) for i, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_writer, "ROW_GROUP", 8)
+        patch.setattr(trace_writer, "PART_ROWS", 24)
+        assert write_in_lives(base / "killed", batches, deaths, cut) == write_in_lives(base / "whole", batches, [])
+
+
+def test_a_resumed_writer_does_not_start_again(tmp_path):
+    batches = [random_rows(np.random.default_rng(i), 10, LAYERS) for i in range(4)]
+    first = TraceWriter(tmp_path, LAYERS, SOURCES)
+    for rows in batches[:3]:
+        first.append(rows)
+    assert TraceWriter(tmp_path, LAYERS, SOURCES).appended == 3

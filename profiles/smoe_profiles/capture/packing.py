@@ -3,27 +3,31 @@
 Axes: B rows of a batch, S positions, padding on the right (a causal model never sees it).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from smoe_profiles.choices import Pack
-from smoe_profiles.split import Assigned, TokenIds
+from smoe_profiles.split import PARTS, Assigned, TokenIds
 
 BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One row of a batch. token_ids: [n]; first_position: where it stands in its sequence; source: [n] names."""
+    """One row of a batch. token_ids: [n]; source: [n] indices of data sets; part: index into PARTS.
+
+    first_position: where it stands in its sequence; last: whether the sequence ends with it.
+    """
 
     token_ids: TokenIds
     sequence: int
     first_position: int
-    source: list[str]
-    part: str
+    source: npt.NDArray[np.int16]
+    part: int
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,18 @@ class Batch:
         return np.arange(lengths.max()) < lengths[:, None]
 
 
-def cut(documents: Iterable[Assigned], pack: Pack, seq_len: int) -> Iterator[Chunk]:
+def cut(documents: Iterable[Assigned], pack: Pack, seq_len: int, sources: Sequence[str]) -> Iterator[Chunk]:
     """Cut documents into rows of at most seq_len tokens; `sequence` numbers documents, or windows."""
+    codes = {name: code for code, name in enumerate(sources)}
     if pack is Pack.WINDOWS:
-        yield from _windows(documents, seq_len)
+        yield from _windows(documents, seq_len, codes)
         return
     for sequence, item in enumerate(documents):
         ids = item.document.token_ids
         for start in range(0, len(ids), seq_len):
             piece = ids[start : start + seq_len]
-            yield Chunk(piece, sequence, start, [item.document.source] * len(piece), item.part)
+            source = np.full(len(piece), codes[item.document.source], np.int16)
+            yield Chunk(piece, sequence, start, source, PARTS.index(item.part), start + seq_len >= len(ids))
 
 
 @dataclass
@@ -62,25 +68,30 @@ class _Open:
     """A window being filled."""
 
     token_ids: list[int] = field(default_factory=list)
-    source: list[str] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+
+    def take(self, count: int) -> tuple[TokenIds, npt.NDArray[np.int16]]:
+        found = np.array(self.token_ids[:count], np.uint32), np.array(self.source[:count], np.int16)
+        del self.token_ids[:count], self.source[:count]
+        return found
 
 
-def _windows(documents: Iterable[Assigned], seq_len: int) -> Iterator[Chunk]:
+def _windows(documents: Iterable[Assigned], seq_len: int, codes: dict[str, int]) -> Iterator[Chunk]:
     """Documents of one part joined and cut; the last window of a part may be shorter."""
     open_windows: dict[str, _Open] = {}
     sequence = 0
     for item in documents:
         window = open_windows.setdefault(item.part, _Open())
         window.token_ids.extend(item.document.token_ids.tolist())
-        window.source.extend([item.document.source] * len(item.document.token_ids))
+        window.source.extend([codes[item.document.source]] * len(item.document.token_ids))
         while len(window.token_ids) >= seq_len:
-            ids, source = window.token_ids[:seq_len], window.source[:seq_len]
-            yield Chunk(np.array(ids, np.uint32), sequence, 0, source, item.part)
-            del window.token_ids[:seq_len], window.source[:seq_len]
+            ids, source = window.take(seq_len)
+            yield Chunk(ids, sequence, 0, source, PARTS.index(item.part))
             sequence += 1
     for part, window in open_windows.items():
         if window.token_ids:
-            yield Chunk(np.array(window.token_ids, np.uint32), sequence, 0, window.source, part)
+            ids, source = window.take(seq_len)
+            yield Chunk(ids, sequence, 0, source, PARTS.index(part))
             sequence += 1
 
 

@@ -1,6 +1,6 @@
 """One profiling run: documents through the model, routing into a trace."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from smoe_profiles.choices import Pack
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.models import Model
 from smoe_profiles.split import Assigned
-from smoe_profiles.trace import Rows, TraceLayer, TraceWriter, sort_by_weight
+from smoe_profiles.trace import Rows, TraceLayer
+from smoe_profiles.trace_writer import TraceWriter, sort_by_weight
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def record(
     documents: Iterable[Assigned],
     writer: TraceWriter,
     *,
+    sources: Sequence[str],
     pack: Pack,
     seq_len: int,
     progress: Callable[[int], None],
@@ -79,7 +81,7 @@ def record(
     decoder: Any = loaded.base_model
     device = next(loaded.parameters()).device
     with Recorder(experts_modules(loaded, model.spec)) as recorder, torch.inference_mode():
-        for batch in batches(cut(documents, pack, seq_len)):
+        for batch in batches(cut(documents, pack, seq_len, sources)):
             input_ids = torch.from_numpy(batch.input_ids()).to(device)
             decoder(input_ids=input_ids, use_cache=False)
             rows = _rows(batch, *recorder.take(), layers)
@@ -99,8 +101,9 @@ def _rows(batch: Batch, ids: torch.Tensor, weights: torch.Tensor, layers: list[T
             np.uint32
         ),
         token_id=np.concatenate([chunk.token_ids for chunk in chunks]),
-        source=[name for chunk in chunks for name in chunk.source],
-        split=[chunk.part for chunk in chunks for _ in chunk.token_ids],
+        phase=np.zeros(sum(lengths), np.int16),
+        source=np.concatenate([chunk.source for chunk in chunks]),
+        split=np.repeat(np.array([chunk.part for chunk in chunks], np.int16), lengths),
         experts=[experts for experts, _ in pairs],
         weights=[weights for _, weights in pairs],
     )
