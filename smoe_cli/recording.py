@@ -1,17 +1,23 @@
 """What smoe profile does: data sets through a model into trace/, and what is known of a model beforehand."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
-from smoe_profiles.artefact import publish
-from smoe_profiles.choices import Dtype, Level, Pack, SplitBy, SplitMode
-from smoe_profiles.errors import InputError
+from smoe_profiles.artefact import Draft, check_target, library_versions, publish, staging_path
+from smoe_profiles.choices import Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
+from smoe_profiles.datasets import Survey, is_local, limit_tokens, read_documents, survey
+from smoe_profiles.errors import InputError, MachineError
 from smoe_profiles.models import Model, model_identity
+from smoe_profiles.split import Document, assign_parts
+
+if TYPE_CHECKING:
+    from smoe_profiles.capture.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,25 @@ class RecordingPlan:
     dtype: Dtype
     device: str
     device_map: str | None
+    tensor_parallel: bool
+    decode: int
+    chat_template: bool
+    early_gate: EarlyGate
     split: SplitMode
     split_by: SplitBy
+    order: bool
+
+    def __post_init__(self) -> None:
+        if self.decode and self.pack is Pack.WINDOWS:
+            raise UsageError("--decode goes on from a document's end; windows have none. Use --pack isolate.")
+        if not self.order and self.early_gate is not EarlyGate.NONE:
+            raise UsageError("--early-gate is recorded row by row, and --no-order keeps no rows; choose one.")
+        if self.tensor_parallel and self.device_map:
+            raise UsageError("--tensor-parallel and --device-map are two ways to spread a model; choose one.")
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(source for _, source in self.datasets))
 
     def parameters(self) -> dict[str, Any]:
         """What the trace's manifest says of the run; paths and devices are no part of it."""
@@ -37,9 +60,21 @@ class RecordingPlan:
             "pack": self.pack.value,
             "max_tokens": self.max_tokens,
             "dtype": self.dtype.value,
+            "decode": self.decode,
+            "chat_template": self.chat_template,
+            "early_gate": self.early_gate.value,
             "split": self.split.value,
             "split_by": self.split_by.value,
         }
+
+    def documents(self, encode: Callable[[Any], list[int]]) -> Iterator[Document]:
+        """All data sets' documents, up to max_tokens."""
+        stream = (
+            document
+            for spec, source in self.datasets
+            for document in read_documents(spec, source, encode, self.model.spec.vocab_size)
+        )
+        return limit_tokens(stream, self.max_tokens)
 
 
 def name_sources(specs: list[str], sources: list[str]) -> list[str]:
@@ -69,49 +104,166 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def record_trace(plan: RecordingPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
-    """Run the plan and publish trace/. Everything that can be refused is refused before the model loads."""
-    from smoe_profiles.capture.profile import LoadOptions, load_model, load_tokenizer, record, trace_layers
-    from smoe_profiles.datasets import limit_tokens, read_documents
-    from smoe_profiles.split import Document, assign_parts
+    """Run the plan and publish trace/. Everything that can be refused is refused before the model loads.
+
+    Under torchrun every process comes here; the first one publishes, and alone returns what was written.
+    """
+    from smoe_profiles.capture.loading import load_tokenizer
+    from smoe_profiles.capture.processes import Processes
+
+    processes = Processes.from_environment()
+    if processes.first:
+        check_target(target, force=force)
+    device = processes.device(plan.device)
+    _check_device(device)
+    identity = model_identity(plan.model)
+    encode = load_tokenizer(plan.model, chat=plan.chat_template)
+    found = _survey(plan, encode, console if processes.first else Console(quiet=True))
+    with processes.joined(device), _shared_draft(plan, target, identity, found, processes, force=force) as draft:
+        rows = _record(plan, draft.path, encode, found, device, processes, console)
+        if not processes.first:
+            return {}
+        _finish(plan, draft, rows, processes)
+    return {
+        "path": str(target),
+        "model": plan.model.name,
+        "level": draft.parameters["level"],
+        "rows": rows,
+        "layers": len(plan.model.spec.layers),
+    }
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UsageError(
+            f"--device {device!r} is none that torch knows; cpu, cuda, cuda:1 and mps are usual."
+        ) from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"--device {device}: torch sees no CUDA device on this machine.")
+
+
+def describe_run(plan: RecordingPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
+    """What the plan would do: the model's layers and memory and, where the model is here, the tokens to run."""
+    check_target(target, force=force)
+    document = describe_model(plan.model)
+    if plan.model.folder is not None:
+        from smoe_profiles.capture.loading import load_tokenizer
+
+        found = _survey(plan, load_tokenizer(plan.model, chat=plan.chat_template), console)
+        document |= {"documents": found and found.documents, "tokens": found and found.tokens}
+    return document
+
+
+def _survey(plan: RecordingPlan, encode: Callable[[Any], list[int]], console: Console) -> Survey | None:
+    """Every document read once, where that ends; of a hub data set without a limit, only the first."""
+    names = ", ".join(spec for spec, _ in plan.datasets)
+    bounded = plan.max_tokens is not None or all(is_local(spec) for spec, _ in plan.datasets)
+    console.note(f"reading {names}")
+    found = survey(plan.documents(encode) if bounded else islice(plan.documents(encode), 1))
+    if not found.documents:
+        raise InputError(f"dataset {names} is empty; there is nothing to profile.")
+    return found if bounded else None
+
+
+@contextmanager
+def _shared_draft(
+    plan: RecordingPlan,
+    target: Path,
+    identity: dict[str, Any],
+    found: Survey | None,
+    processes: "Processes",
+    *,
+    force: bool,
+) -> Iterator[Draft]:
+    """The staging folder on every process; the first one made it, and publishes it on the way out."""
+    parameters = plan.parameters() | {"documents": asdict(found) if found else None}
+    key = parameters | {
+        "model": identity,
+        "processes": processes.count,
+        "tensor_parallel": plan.tensor_parallel,
+        "order": plan.order,
+        "versions": library_versions(),
+    }
+    if not processes.first:
+        processes.wait()
+        yield Draft(staging_path(target), staging_path(target), dict(parameters))
+        return
+    with publish(target, "trace", parameters=parameters, model=identity, force=force, resume=key) as draft:
+        processes.wait()
+        yield draft
+
+
+def _part_name(rank: int, processes: "Processes") -> str:
+    return "part" if processes.count == 1 else f"part-{rank:02d}"
+
+
+def _record(
+    plan: RecordingPlan,
+    folder: Path,
+    encode: Callable[[Any], list[int]],
+    found: Survey | None,
+    device: str,
+    processes: "Processes",
+    console: Console,
+) -> dict[str, int]:
+    """Run this process' share; returns the rows of all processes by part."""
+    from smoe_profiles.capture.loading import LoadOptions, load_model
+    from smoe_profiles.capture.processes import ALONE
+    from smoe_profiles.capture.profile import CaptureOptions, record, trace_layers
     from smoe_profiles.trace_writer import TraceWriter
 
-    identity = model_identity(plan.model)
-    tokenize = load_tokenizer(plan.model)
+    share = ALONE if plan.tensor_parallel else processes
+    scratch = folder / f".rank-{processes.rank:02d}"
+    if plan.tensor_parallel and not processes.first:
+        scratch.mkdir(exist_ok=True)  # every process runs every batch; what the first one writes is kept
+        folder = scratch
+    early = plan.early_gate is not EarlyGate.NONE
+    writer = TraceWriter(
+        folder, trace_layers(plan.model), plan.sources, name=_part_name(share.rank, share), early=early
+    )
+    if writer.appended and processes.first:
+        console.note(f"continuing after {sum(writer.rows.values()):,} recorded rows")
+    options = LoadOptions(plan.dtype.value, device, plan.device_map, plan.tensor_parallel)
+    loaded = load_model(plan.model, options)
+    console = console if processes.first else Console(quiet=True)
+    total = None if found is None else (found.tokens + found.documents * plan.decode) // share.count
+    console.note(f"profiling {plan.model.name} on {', '.join(plan.sources)}")
+    with console.progress("profiling", total, "tokens") as advance:
+        documents = assign_parts(plan.documents(encode), plan.split, plan.split_by)
+        capture = CaptureOptions(plan.sources, plan.pack, plan.seq_len, plan.decode, plan.early_gate)
+        try:
+            record(plan.model, loaded, documents, writer, capture, advance, share)
+        except BaseException:
+            console.note("the rows recorded so far are kept; the same command goes on from there")
+            raise
+    writer.close()
+    everyone = processes.gather(writer.rows)
+    return {part: sum(rows[part] for rows in everyone[: share.count]) for part in writer.rows}
 
-    def documents() -> Iterator[Document]:
-        for spec, source in plan.datasets:
-            yield from read_documents(spec, source, tokenize, plan.model.spec.vocab_size)
 
-    stream = limit_tokens(documents(), plan.max_tokens)
-    first = next(stream, None)
-    if first is None:
-        raise InputError(
-            f"dataset {', '.join(spec for spec, _ in plan.datasets)} is empty; there is nothing to profile."
-        )
-    console.note(f"profiling {plan.model.name} on {', '.join(source for _, source in plan.datasets)}")
-    loaded = load_model(plan.model, LoadOptions(plan.dtype.value, plan.device, plan.device_map))
-    layers, sources = trace_layers(plan.model), list(dict.fromkeys(source for _, source in plan.datasets))
-    with publish(target, "trace", parameters=plan.parameters(), model=identity, force=force) as draft:
-        writer = TraceWriter(draft.path, layers, sources)
-        assigned = assign_parts(chain([first], stream), plan.split, plan.split_by)
-        with console.progress("profiling", plan.max_tokens, "tokens") as advance:
-            record(
-                plan.model,
-                loaded,
-                assigned,
-                writer,
-                sources=sources,
-                pack=plan.pack,
-                seq_len=plan.seq_len,
-                progress=advance,
-            )
-        writer.close()
-        draft.run["model"] = plan.model.location
-        draft.parameters |= {
-            "level": Level.TOKEN.value,
-            "ordered": True,
-            "layers": [asdict(layer) for layer in layers],
-            "vocab_size": plan.model.spec.vocab_size,
-            "rows": writer.rows,
-        }
-    return {"path": str(target), "model": plan.model.name, "rows": writer.rows, "layers": len(layers)}
+def _finish(plan: RecordingPlan, draft: Draft, rows: dict[str, int], processes: "Processes") -> None:
+    """What the first process adds when every row is written."""
+    from smoe_profiles.capture.profile import linear_path, trace_layers
+    from smoe_profiles.levels import reduce_to_counts
+
+    layers = trace_layers(plan.model)
+    if not plan.order:
+        reduce_to_counts(draft.path, layers)
+    if plan.early_gate is not EarlyGate.NONE:
+        from smoe_profiles.capture.linear import write_linear
+
+        count = 1 if plan.tensor_parallel else processes.count
+        names = [_part_name(rank, processes if count > 1 else type(processes)()) for rank in range(count)]
+        write_linear(draft.path / "linear", layers, [linear_path(draft.path, name) for name in names])
+    draft.run["model"] = plan.model.location
+    draft.parameters |= {
+        "level": (Level.TOKEN if plan.order else Level.TOKEN_COUNT).value,
+        "ordered": True,
+        "layers": [asdict(layer) for layer in layers],
+        "vocab_size": plan.model.spec.vocab_size,
+        "rows": rows,
+    }

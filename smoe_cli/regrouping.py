@@ -200,7 +200,7 @@ def _prompts(model: Model, dataset: str | None, folder: Path) -> tuple[npt.NDArr
     rows = [] if dataset else _heldout_rows(folder)
     source = "held-out rows of the trace"
     if not rows:
-        from smoe_profiles.capture.profile import load_tokenizer
+        from smoe_profiles.capture.loading import load_tokenizer
         from smoe_profiles.datasets import BUILTIN, read_documents
 
         source = dataset or BUILTIN

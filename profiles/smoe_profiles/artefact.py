@@ -193,7 +193,7 @@ def publish(
             "kind": kind,
             "parameters": draft.parameters,
             "seed": seed,
-            "versions": {name: version(name) for name in LIBRARIES},
+            "versions": library_versions(),
             "model": model,
             "parents": [{"kind": parent.kind, "id": parent.id} for parent in parents],
             "files": _file_table(staging),
@@ -207,7 +207,7 @@ def publish(
         _write_json(draft.record / "run.json", run | draft.run)
         _write_json(draft.record / "manifest.json", manifest)
         for scratch in staging.glob(f"{SCRATCH}*"):
-            scratch.unlink()
+            _remove(scratch)
         for folder in {path.parent for path in staging.rglob("*")}:
             _sync_directory(folder)
         check_target(target, force=force)
@@ -248,9 +248,18 @@ def _prepare(staging: Path, resume: dict[str, Any] | None) -> None:
         except InputError:
             pass  # the kill came while the key was written
     for path in staging.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        _remove(path)
     if resume is not None:
         _write_json(key, resume)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def library_versions() -> dict[str, str]:
+    """The versions that a manifest records."""
+    return {name: version(name) for name in LIBRARIES}
 
 
 def staging_path(target: Path) -> Path:
@@ -262,7 +271,7 @@ def _file_table(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file, each fsynced on the way."""
     table = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.parent == folder and path.name.startswith(SCRATCH):
+        if path.relative_to(folder).parts[0].startswith(SCRATCH):
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())

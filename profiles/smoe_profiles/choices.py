@@ -49,3 +49,15 @@ class EarlyGate(StrEnum):
     NONE = "none"
     SAMPLE = "sample"
     ALL = "all"
+
+
+class ImportFormat(StrEnum):
+    """Whose records smoe import reads; auto: told by content."""
+
+    AUTO = "auto"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    TRTLLM = "trtllm"
+    REPLAY = "replay"
+    EXFLOW = "exflow"
+    NPZ = "npz"

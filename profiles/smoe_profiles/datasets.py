@@ -1,7 +1,7 @@
 """Prompts as documents of token ids: the built-in text, files and hub data sets, all streamed.
 
-A SPEC is `builtin`, a path ending in .jsonl, .json, .txt, .parquet (optionally .xz, .gz, .zst) with a `text` or
-`input_ids` field, `FILE.npz` or `FILE.npz#key` with token ids, or a hub id `owner/name`.
+A SPEC is `builtin`, a path ending in .jsonl, .json, .txt, .parquet (optionally .xz, .gz, .zst) with a `text`,
+`messages` or `input_ids` field, `FILE.npz` or `FILE.npz#key` with token ids, or a hub id `owner/name`.
 """
 
 import ast
@@ -9,6 +9,7 @@ import hashlib
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ PIECE_CHARACTERS = 3000
 BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 COMPRESSIONS = (".xz", ".gz", ".zst", ".bz2")
 
-Tokenize = Callable[[str], list[int]]
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+
+Tokenize = Callable[[Any], list[int]]
+"""From a text, or from chat messages [{role, content}], to token ids."""
 
 
 def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) -> Iterator[Document]:
@@ -39,12 +43,16 @@ def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) 
     else:
         rows = _library_rows(spec)
     for row in rows:
-        ids = _token_ids(tokenize(row) if isinstance(row, str) else row, spec)
+        ids = _token_ids(tokenize(row) if _is_prose(row) else row, spec)
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             bad = ids.max() if ids.min() >= 0 else ids.min()
             raise InputError(f"dataset {spec} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
         if len(ids):
             yield Document(ids.astype(np.uint32), source)
+
+
+def _is_prose(row: Any) -> bool:
+    return isinstance(row, str) or (isinstance(row, list) and bool(row) and isinstance(row[0], dict))
 
 
 def _token_ids(row: Any, spec: str) -> npt.NDArray[np.int64]:
@@ -174,7 +182,39 @@ def _library_rows(spec: str) -> Iterator[Any]:
 
 
 def _content(row: dict[str, Any], spec: str) -> Any:
-    for key in ("input_ids", "text"):
+    """A row's ids (padding left out where a mask says so), text or messages."""
+    if row.get("input_ids") is not None:
+        ids, mask = row["input_ids"], row.get("attention_mask")
+        return ids if mask is None else [token for token, real in zip(ids, mask, strict=True) if real]
+    for key in ("text", "messages"):
         if row.get(key) is not None:
             return row[key]
+    if row.get("conversations") is not None:  # ShareGPT's own names
+        turns = row["conversations"]
+        return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
     raise InputError(f"dataset {spec} has fields {', '.join(map(str, row))}; `text` or `input_ids` was expected.")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a set of documents amounts to; sha256: of all token ids, each document's length before it."""
+
+    documents: int
+    tokens: int
+    sha256: str
+
+
+def survey(documents: Iterator[Document]) -> Survey:
+    """Read every document once: a fault in the last line is found before hours of work, and the total is known."""
+    digest = hashlib.sha256()
+    count = tokens = 0
+    for document in documents:
+        count, tokens = count + 1, tokens + len(document.token_ids)
+        digest.update(len(document.token_ids).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(document.token_ids, "<u4").tobytes())
+    return Survey(count, tokens, digest.hexdigest())
+
+
+def is_local(spec: str) -> bool:
+    """Whether a data set is read from this machine; a hub data set streams, and may have no end in reach."""
+    return spec == BUILTIN or Path(spec.partition("#")[0]).exists()

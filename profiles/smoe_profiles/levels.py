@@ -4,7 +4,7 @@ Level `token-count` counts (token_id, expert), `pair` counts (expert, other), `c
 a part stands once, sorted by its keys, with the part in the `split` column.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,16 @@ import pyarrow.parquet as pq
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import InputError
 from smoe_profiles.split import PARTS
-from smoe_profiles.trace import Trace, TraceLayer
+from smoe_profiles.trace import Trace, TraceLayer, to_numpy
 
 KEYS: dict[Level, dict[str, pa.DataType]] = {
     Level.TOKEN_COUNT: {"token_id": pa.uint32(), "expert": pa.uint16()},
     Level.PAIR: {"expert": pa.uint16(), "other": pa.uint16()},
     Level.COUNT: {"expert": pa.uint16()},
 }
+
+GROUPS_AT_ONCE = 64
+"""Row groups whose counts are kept apart before they are added up."""
 
 Entries = dict[str, npt.NDArray[np.int64]]
 """Column name -> [C]: the level's keys and `count`."""
@@ -66,6 +69,41 @@ def _summed(entries: Entries, keys: list[str], layer: TraceLayer) -> Entries:
     total = np.add.reduceat(entries["count"][order], np.flatnonzero(first)) if len(order) else entries["count"]
     kept = total > 0
     return {name: column[first][kept] for name, column in zip(keys, stacked, strict=True)} | {"count": total[kept]}
+
+
+def reduce_to_counts(folder: Path, layers: Sequence[TraceLayer]) -> None:
+    """Replace the Parquet parts of a trace being written by its token-count level, from which no order can be read."""
+    parts = sorted(folder.glob("*.parquet"))
+    for layer in layers:
+        found: dict[str, list[Entries]] = {}
+        for path in parts:
+            file = pq.ParquetFile(path)
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=["token_id", "split", layer.column])
+                for part, entries in _group_counts(table, layer).items():
+                    found.setdefault(part, []).append(entries)
+                    if len(found[part]) == GROUPS_AT_ONCE:
+                        found[part] = [_joined(found[part], layer)]
+        write_level(folder, layer, Level.TOKEN_COUNT, {part: _joined(lists, layer) for part, lists in found.items()})
+    for path in parts:
+        path.unlink()
+
+
+def _group_counts(table: pa.Table, layer: TraceLayer) -> dict[str, Entries]:
+    split = table["split"].cast(pa.string()).to_numpy()
+    token_id, experts = to_numpy(table["token_id"]).astype(np.int64), to_numpy(table[layer.column]).astype(np.int64)
+    found = {}
+    for part in PARTS:
+        mine = split == part
+        if mine.any():
+            keys = {"token_id": np.repeat(token_id[mine], layer.top_k), "expert": experts[mine].reshape(-1)}
+            found[part] = _summed(keys | {"count": np.ones(mine.sum() * layer.top_k, np.int64)}, list(keys), layer)
+    return found
+
+
+def _joined(lists: Sequence[Entries], layer: TraceLayer) -> Entries:
+    keys = list(KEYS[Level.TOKEN_COUNT])
+    return _summed({name: np.concatenate([one[name] for one in lists]) for name in [*keys, "count"]}, keys, layer)
 
 
 def read_level(trace: Trace, layer: TraceLayer, part: str) -> Entries:

@@ -6,6 +6,7 @@ without a network. Numbers are those of the published config.json files.
 
 import hashlib
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import numpy.typing as npt
 
 from smoe_profiles.errors import InputError, MachineError
 from smoe_profiles.families.config import ModelSpec, read_spec
-from smoe_profiles.families.table import EMBEDDING
+from smoe_profiles.families.table import FAMILIES, Disk
 from smoe_profiles.tensors import CheckpointFiles, Shard, TensorInfo, as_float32, open_checkpoint, read_json, read_shard
 
 BUNDLED = Path(__file__).parent / "tiny"
+UNKNOWN_FAMILY = "unknown"
+"""Stands in the identity of a trace whose model is not known."""
 
 
 @dataclass(frozen=True)
@@ -30,35 +33,46 @@ class ShortName:
     config: dict[str, Any]
 
 
-def _config(model_type: str, hidden: int, layers: int, vocab: int, **moe: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab, **moe}
+def _config(model_type: str, sizes: tuple[int, int, int], experts: int, top_k: int, **more: Any) -> dict[str, Any]:
+    """A config as published. sizes: hidden size, decoder layers, vocabulary."""
+    family = FAMILIES[model_type]
+    keys = (family.hidden_key, family.layers_keys[0], "vocab_size", family.experts_keys[0], family.top_k_keys[0])
+    return {"model_type": model_type} | dict(zip(keys, (*sizes, experts, top_k), strict=True)) | more
 
 
 _V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "first_k_dense_replace": 1}
-_V2 = _config("deepseek_v2", 5120, 60, 102400, n_routed_experts=160, num_experts_per_tok=6, **_V2_GROUPS)
-_V2_LITE = _config("deepseek_v2", 2048, 27, 102400, n_routed_experts=64, num_experts_per_tok=6, first_k_dense_replace=1)
-_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_V2 = _config("deepseek_v2", (5120, 60, 102400), 160, 6, **_V2_GROUPS)
+_V2_LITE = _config("deepseek_v2", (2048, 27, 102400), 64, 6, first_k_dense_replace=1)
+_V3 = _config("deepseek_v3", (7168, 61, 129280), 256, 8, n_group=8, topk_group=4, first_k_dense_replace=3)
+_NEXT = _config("qwen3_next", (2048, 48, 151936), 512, 10)
+_SCOUT = {"model_type": "llama4", "text_config": _config("llama4_text", (5120, 48, 202048), 16, 1)}
+_GLM_AIR = _config("glm4_moe", (4096, 46, 151552), 128, 8, first_k_dense_replace=1)
+_LFM2 = _config("lfm2_moe", (2048, 24, 65536), 32, 4, num_dense_layers=2)
+_DBRX = {"model_type": "dbrx", "d_model": 6144, "n_layers": 40, "vocab_size": 100352}
+_DBRX_EXPERTS = {"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}}
 
 SHORT_NAMES: dict[str, ShortName] = {
     "deepseek-v2": ShortName("deepseek-ai/DeepSeek-V2", 235.7, _V2),
     "deepseek-v2-chat": ShortName("deepseek-ai/DeepSeek-V2-Chat", 235.7, _V2),
     "deepseek-v2-lite": ShortName("deepseek-ai/DeepSeek-V2-Lite", 15.7, _V2_LITE),
     "deepseek-v2-lite-chat": ShortName("deepseek-ai/DeepSeek-V2-Lite-Chat", 15.7, _V2_LITE),
-    "mixtral-8x7b": ShortName("mistralai/Mixtral-8x7B-v0.1", 46.7, _config("mixtral", 4096, 32, 32000, **_MIXTRAL)),
-    "mixtral-8x22b": ShortName("mistralai/Mixtral-8x22B-v0.1", 140.6, _config("mixtral", 6144, 56, 32768, **_MIXTRAL)),
-    "qwen1.5-moe-a2.7b": ShortName(
-        "Qwen/Qwen1.5-MoE-A2.7B",
-        14.3,
-        _config("qwen2_moe", 2048, 24, 151936, num_experts=60, num_experts_per_tok=4),
-    ),
-    "qwen3-30b-a3b": ShortName(
-        "Qwen/Qwen3-30B-A3B",
-        30.5,
-        _config("qwen3_moe", 2048, 48, 151936, num_experts=128, num_experts_per_tok=8),
-    ),
-    "olmoe-1b-7b": ShortName(
-        "allenai/OLMoE-1B-7B-0924", 6.9, _config("olmoe", 2048, 16, 50304, num_experts=64, num_experts_per_tok=8)
-    ),
+    "deepseek-v3": ShortName("deepseek-ai/DeepSeek-V3", 671.0, _V3),
+    "deepseek-r1": ShortName("deepseek-ai/DeepSeek-R1", 671.0, _V3),
+    "mixtral-8x7b": ShortName("mistralai/Mixtral-8x7B-v0.1", 46.7, _config("mixtral", (4096, 32, 32000), 8, 2)),
+    "mixtral-8x22b": ShortName("mistralai/Mixtral-8x22B-v0.1", 140.6, _config("mixtral", (6144, 56, 32768), 8, 2)),
+    "qwen1.5-moe-a2.7b": ShortName("Qwen/Qwen1.5-MoE-A2.7B", 14.3, _config("qwen2_moe", (2048, 24, 151936), 60, 4)),
+    "qwen3-30b-a3b": ShortName("Qwen/Qwen3-30B-A3B", 30.5, _config("qwen3_moe", (2048, 48, 151936), 128, 8)),
+    "qwen3-235b-a22b": ShortName("Qwen/Qwen3-235B-A22B", 235.1, _config("qwen3_moe", (4096, 94, 151936), 128, 8)),
+    "qwen3-next-80b-a3b": ShortName("Qwen/Qwen3-Next-80B-A3B-Instruct", 81.3, _NEXT),
+    "olmoe-1b-7b": ShortName("allenai/OLMoE-1B-7B-0924", 6.9, _config("olmoe", (2048, 16, 50304), 64, 8)),
+    "gpt-oss-20b": ShortName("openai/gpt-oss-20b", 20.9, _config("gpt_oss", (2880, 24, 201088), 32, 4)),
+    "gpt-oss-120b": ShortName("openai/gpt-oss-120b", 116.8, _config("gpt_oss", (2880, 36, 201088), 128, 4)),
+    "llama-4-scout": ShortName("meta-llama/Llama-4-Scout-17B-16E-Instruct", 108.6, _SCOUT),
+    "glm-4.5-air": ShortName("zai-org/GLM-4.5-Air", 110.5, _GLM_AIR),
+    "minimax-m2": ShortName("MiniMaxAI/MiniMax-M2", 228.7, _config("minimax_m2", (3072, 62, 200064), 256, 8)),
+    "phi-3.5-moe": ShortName("microsoft/Phi-3.5-MoE-instruct", 41.9, _config("phimoe", (4096, 32, 32064), 16, 2)),
+    "lfm2-8b-a1b": ShortName("LiquidAI/LFM2-8B-A1B", 8.3, _LFM2),
+    "dbrx": ShortName("databricks/dbrx-instruct", 131.6, _DBRX | _DBRX_EXPERTS),
 }
 
 
@@ -198,16 +212,16 @@ def model_identity(model: Model) -> dict[str, Any]:
     digest = hashlib.sha256()
     record = recorded_map(model.local_folder(), len(model.spec.layers), model.spec.layers[0].num_experts)
     for index, layer in enumerate(model.spec.layers):
-        name = f"{model.spec.family.block.format(layer=layer.id)}.{model.spec.family.router[0]}"
+        name = disk_names(model, files).router_names(layer.id)[0]
         if name not in files:
             raise InputError(f"{model.local_folder()} has no tensor {name}, the router of layer {layer.id}.")
         shard, tensor = files[name]
-        expected = (layer.num_experts, model.spec.hidden_size)
+        expected = model.spec.router_shape(layer)
         if tensor.shape != expected:
             raise InputError(f"{name} has shape {list(tensor.shape)}; config.json says {list(expected)}.")
         rows = as_float32(tensor, shard.read(tensor))
-        if record is not None:
-            rows = rows[np.argsort(record[index])]
+        if record is not None:  # rows behind the experts' own stay where they are
+            rows = np.concatenate([rows[np.argsort(record[index])], rows[layer.num_experts :]])
         digest.update(rows.tobytes())
     return {
         "family": model.spec.family.model_type,
@@ -227,19 +241,47 @@ def _tokenizer_hash(folder: Path) -> str | None:
 
 
 def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two identities name the same weights; the tokenizer is compared apart."""
+    """Whether two identities name the same weights; the tokenizer is compared apart.
+
+    An identity without router hash, as imports have it, agrees with every model of the same layers, E and K.
+    """
+    if is_unknown(one) or is_unknown(other):
+        families = {identity.get("family") for identity in (one, other)} - {UNKNOWN_FAMILY}
+        return len(families) < 2 and _layer_sizes(one) == _layer_sizes(other)
     keys = ("family", "vocab_size", "layers", "router_sha256", "map_sha256")
     return all(one.get(key) == other.get(key) for key in keys)
 
 
+def is_unknown(identity: dict[str, Any]) -> bool:
+    """Whether an identity says nothing of the weights."""
+    return identity.get("router_sha256") is None
+
+
+def _layer_sizes(identity: dict[str, Any]) -> list[tuple[Any, ...]]:
+    keys = ("id", "num_experts", "top_k")
+    return [tuple(layer.get(key) for key in keys) for layer in identity.get("layers", []) if isinstance(layer, dict)]
+
+
 def describe_identity(identity: dict[str, Any]) -> str:
+    if is_unknown(identity):
+        family = identity.get("family", UNKNOWN_FAMILY)
+        named = "an unknown model" if family == UNKNOWN_FAMILY else f"an unknown model of family {family}"
+        sizes = dict.fromkeys(f"{experts} experts, top {top_k}" for _, experts, top_k in _layer_sizes(identity))
+        return f"{named} ({len(_layer_sizes(identity))} MoE layers, {'; '.join(sizes)})"
     mapped = f", regrouped by map {identity['map_sha256'][:12]}" if identity.get("map_sha256") else ""
     return f"{identity['family']} with routers {str(identity['router_sha256'])[:12]}{mapped}"
+
+
+def disk_names(model: Model, names: Container[str]) -> Disk:
+    """How this checkpoint's tensors are called: the family's names whose first router is among `names`."""
+    family, first = model.spec.family, model.spec.layers[0].id
+    return next((disk for disk in family.disk if disk.router_names(first)[0] in names), family.disk[0])
 
 
 def input_embedding(model: Model) -> tuple[Shard, TensorInfo]:
     """The shard and tensor of the input embedding, [V, H]."""
     files = model.files().by_name()
-    if EMBEDDING not in files:
-        raise InputError(f"{model.local_folder()} has no tensor {EMBEDDING}.")
-    return files[EMBEDDING]
+    name = disk_names(model, files).embedding
+    if name not in files:
+        raise InputError(f"{model.local_folder()} has no tensor {name}.")
+    return files[name]

@@ -29,7 +29,8 @@ VALIDATION_BLOCKS = 8
 NO_NEIGHBOUR = np.iinfo(np.uint32).max
 KEEP_SINGLES = 64
 SAFETENSORS_DTYPES = {
-    "int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float32": "F32",
+    "int64": "I64", "int32": "I32", "uint32": "U32", "uint16": "U16", "int16": "I16", "uint8": "U8",
+    "float64": "F64", "float32": "F32", "float16": "F16",
 }  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]

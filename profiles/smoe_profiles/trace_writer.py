@@ -52,6 +52,8 @@ class TraceWriter:
     ) -> None:
         self.folder, self.layers, self.name = folder, layers, name
         self._early, self.schema = early, schema(layers, early=early)
+        # Halves hardly repeat, so a dictionary only costs. Split into bytes they would shrink; DuckDB reads no such.
+        self._coded = [_leaf(field) for field in self.schema if not _holds_halves(field)]
         self._names = {"phase": pa.array(PHASES), "source": pa.array(sources), "split": pa.array(PARTS)}
         self._journal_path = folder / f"{SCRATCH}{name}.journal"
         self.rows = dict.fromkeys(PARTS, 0)
@@ -116,7 +118,9 @@ class TraceWriter:
         for start in range(0, count, ROW_GROUP):
             if self._writer is None:
                 path = self.folder / f"{self.name}-{self._part:05d}.parquet"
-                self._writer = pq.ParquetWriter(path, self.schema, compression="zstd", write_page_checksum=True)
+                self._writer = pq.ParquetWriter(
+                    path, self.schema, compression="zstd", use_dictionary=self._coded, write_page_checksum=True
+                )
             group = table.slice(start, min(ROW_GROUP, count - start))
             self._writer.write_table(group, row_group_size=ROW_GROUP)
             self._written += len(group)
@@ -129,7 +133,7 @@ class TraceWriter:
     def _open_journal(self, carried: list[pa.RecordBatch]) -> pa.RecordBatchStreamWriter:
         """A fresh journal, which takes the old one's name once it holds all rows that are in no finished part."""
         state = {"part": self._part, "appended": self.appended, "rows": self.rows, "carried": len(carried)}
-        fresh = self._journal_path.with_suffix(".new")
+        fresh = self._journal_path.with_suffix(".journal-new")
         writer = pa.ipc.new_stream(
             pa.OSFile(str(fresh), "wb"),
             self.schema.with_metadata({"state": json.dumps(state)}),
@@ -153,6 +157,15 @@ class TraceWriter:
             self._journal.write_batch(batch)
             self._take(batch)
         return self._journal
+
+
+def _holds_halves(field: pa.Field) -> bool:
+    return pa.types.is_fixed_size_list(field.type) and bool(field.type.value_type == pa.float16())
+
+
+def _leaf(field: pa.Field) -> str:
+    """A column's path in the Parquet schema."""
+    return f"{field.name}.list.element" if pa.types.is_fixed_size_list(field.type) else str(field.name)
 
 
 def _read_journal(path: Path) -> tuple[dict[str, Any] | None, Iterator[pa.RecordBatch]]:

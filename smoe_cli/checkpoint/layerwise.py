@@ -15,14 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from smoe_profiles.capture.points import capture_points
 from smoe_profiles.capture.recorder import Recorder
-from smoe_profiles.errors import ImpossibleError, InputError
+from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.families.config import ModelSpec, MoeLayer
-from smoe_profiles.models import Model
+from smoe_profiles.models import Model, disk_names
 from smoe_profiles.tensors import Shard, TensorInfo, as_float32
 
 TOLERANCE = 1e-5
 """Largest accepted difference, of the largest magnitude: summation order differs after a permutation."""
+BYTES_ONLY = "smoe verify --tensors-only proves its tensors."
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,18 @@ class LayerLoader:
     def __init__(self, model: Model) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model.local_folder(), local_files_only=True)
+        config = AutoConfig.from_pretrained(model.local_folder(), local_files_only=True).get_text_config()
         config.dtype = torch.float32
         with torch.device("meta"):
             self.module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
         self.spec: ModelSpec = model.spec
         self.tensors = model.files().by_name()
-        self.layers: nn.ModuleList = self.module.base_model.layers
+        self.disk = disk_names(model, self.tensors)
+        self.points = {point.layer.id: point for point in capture_points(self.module, model.spec)}
+        base = self.module.base_model
+        if not all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm")):
+            raise ImpossibleError(f"{type(base).__name__} cannot be run layer by layer. {BYTES_ONLY}")
+        self.layers: nn.ModuleList = base.layers
         for name, part in list(self.module.named_modules()):
             if (
                 any(buffer.is_meta for buffer in part.buffers(recurse=False))
@@ -75,7 +82,7 @@ class LayerLoader:
                 self.module.set_submodule(name, type(part)(config=config))
 
     def fill(self, name: str) -> nn.Module:
-        """Load one sub-module by its name in memory. Raises InputError for a tensor the files do not hold."""
+        """Load one sub-module by its name in memory. Raises ImpossibleError for a tensor the files do not hold."""
         part: nn.Module = self.module.get_submodule(name)
         state = {key: self._value(f"{name}.{key}") for key in part.state_dict()}
         part.load_state_dict(state, assign=True)
@@ -85,35 +92,43 @@ class LayerLoader:
         """Load the output head, or the input embedding it is tied to."""
         head: nn.Module = self.module.get_submodule("lm_head")
         tied = "lm_head.weight" not in self.tensors
-        weight = self._value("model.embed_tokens.weight" if tied else "lm_head.weight")
+        weight = self._value(self.disk.embedding if tied else "lm_head.weight")
         head.load_state_dict({"weight": weight}, assign=True)
         return head
 
     def router(self, layer: MoeLayer) -> torch.Tensor:
         """A layer's router weights, [E, H]."""
-        return self._read(f"{self.spec.family.block.format(layer=layer.id)}.{self.spec.family.router[0]}")
+        return self._read(self.disk.router_names(layer.id)[0])
 
     def _value(self, name: str) -> torch.Tensor:
-        """A parameter by its name in memory; fused experts are stacked from one tensor an expert."""
+        """A parameter by its name in memory."""
         for layer in self.spec.layers:
-            block = f"model.layers.{layer.id}.{self.spec.family.memory_block}."
-            if name.startswith(block):
-                disk = f"{self.spec.family.block.format(layer=layer.id)}."
-                inner = name.removeprefix(block)
-                gate, up, down = (f"{disk}experts.{{}}.{part}" for part in self.spec.family.parts)
-                experts = range(layer.num_experts)
-                if inner == "experts.gate_up_proj":
-                    return torch.stack(
-                        [torch.cat([self._read(gate.format(e)), self._read(up.format(e))]) for e in experts]
-                    )
-                if inner == "experts.down_proj":
-                    return torch.stack([self._read(down.format(e)) for e in experts])
-                return self._read(disk + inner)
+            inside = f"model.layers.{layer.id}."
+            if name.startswith(f"{inside}{self.spec.family.memory_block}."):
+                return self._in_block(layer, name.removeprefix(inside))
         return self._read(name)
+
+    def _in_block(self, layer: MoeLayer, path: str) -> torch.Tensor:
+        """A parameter of an MoE block; fused experts are stacked from one tensor an expert and projection."""
+        family, names = self.spec.family, self.disk.router_names(layer.id)
+        if path in family.router_in_memory():
+            return self._read(names[family.router_in_memory().index(path)])
+        block = self.disk.block.format(layer=layer.id)
+        inner = path.removeprefix(f"{family.memory_block}.")
+        *first, down = (f"{block}.experts.{{}}.{part}" for part in self.disk.parts)
+        if inner in ("experts.gate_up_proj", "experts.up_proj"):
+            experts = [[self._read(part.format(e)) for part in first] for e in range(layer.num_experts)]
+            return torch.stack([torch.cat(parts) for parts in experts])
+        if inner == "experts.down_proj":
+            return torch.stack([self._read(down.format(e)) for e in range(layer.num_experts)])
+        return self._read(f"{block}.{inner}")
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self.tensors:
-            raise InputError(f"the checkpoint has no tensor {name}, which its class needs.")
+            raise ImpossibleError(
+                f"the checkpoint has no tensor {name}, which its class needs; a model whose tensors transformers "
+                f"renames as it loads them cannot be run layer by layer. {BYTES_ONLY}"
+            )
         shard: Shard
         tensor: TensorInfo
         shard, tensor = self.tensors[name]
@@ -134,33 +149,30 @@ class _Comparison:
     chosen: torch.Tensor | None = None
     _recorder: Recorder | None = None
 
-    def before(self, index: int, layer: nn.Module) -> None:
+    def before(self, index: int) -> None:
         self.source.fill(f"model.layers.{index}")
         if index in self.logical_of:
-            self._recorder = Recorder({index: self._experts(layer)})
+            self._recorder = Recorder([self.source.points[index]])
             self._recorder.__enter__()
 
     def after(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         wanted = _hidden(output)
         chosen, inputs = None, None
         if self._recorder is not None:
-            chosen, inputs = self._recorder.take()[0][0], self._recorder.inputs(index)
+            chosen, inputs = self._recorder.take().ids.long(), self._recorder.inputs(0)
             self._recorder.__exit__()
             self._recorder = None
         twin = self.copy.fill(f"model.layers.{index}")
         if chosen is not None and inputs is not None:
-            with Recorder({index: self._experts(twin)}) as recorder:
+            with Recorder([self.copy.points[index]]) as recorder:
                 given = _hidden(twin(args[0], *args[1:], **kwargs))
-                physical = recorder.take()[0][0]
+                physical = recorder.take().ids.long()
             logical = torch.from_numpy(self.logical_of[index])[physical]
             self._compare(index, chosen, logical, inputs, wanted, given)
         self.hidden = _hidden(twin(self.hidden, *args[1:], **kwargs))
         self.source.layers[index].to("meta")
         twin.to("meta")
         self.progress(1)
-
-    def _experts(self, layer: nn.Module) -> nn.Module:
-        return layer.get_submodule(f"{self.source.spec.family.memory_block}.experts")
 
     def _compare(
         self,
@@ -220,7 +232,7 @@ def compare_routing(
     with torch.inference_mode():
         comparison = _Comparison(one, two, logical_of, progress, hidden=two.fill("model.embed_tokens")(tokens))
     for index, layer in enumerate(one.layers):
-        layer.register_forward_pre_hook(lambda module, _args, i=index: comparison.before(i, module))
+        layer.register_forward_pre_hook(lambda _module, _args, i=index: comparison.before(i))
         layer.register_forward_hook(
             lambda _module, args, kwargs, output, i=index: comparison.after(i, args, kwargs, output), with_kwargs=True
         )

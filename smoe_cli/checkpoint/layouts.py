@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_profiles.errors import ImpossibleError, InputError
-from smoe_profiles.families.config import ModelSpec, MoeLayer
-from smoe_profiles.models import Model
+from smoe_profiles.families.config import MoeLayer
+from smoe_profiles.families.table import Disk, Family
+from smoe_profiles.models import Model, disk_names
 from smoe_profiles.tensors import CheckpointFiles, TensorInfo
 
 EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
+FUSED = "its experts are fused on disk"
 
 
 class Role(StrEnum):
@@ -41,24 +43,46 @@ class Claim:
 def claim_tensors(model: Model, files: CheckpointFiles) -> dict[str, Claim]:
     """Every tensor's claim, by name.
 
-    Raises ImpossibleError for an unclaimed tensor with an expert axis, InputError for experts or routers that do not
-    match the config.
+    Raises ImpossibleError for an unclaimed tensor with an expert axis or a family whose experts cannot be renumbered,
+    InputError for experts or routers that do not match the config.
     """
-    blocks = {model.spec.family.block.format(layer=layer.id): i for i, layer in enumerate(model.spec.layers)}
+    family, layers = model.spec.family, model.spec.layers
+    disk = disk_names(model, files.by_name())
+    if family.unmovable or not disk.parts:
+        raise _cannot_regroup(family, family.unmovable or FUSED)
+    blocks = {disk.block.format(layer=layer.id): i for i, layer in enumerate(layers)}
+    routers = {name: i for i, layer in enumerate(layers) for name in disk.router_names(layer.id)}
     pattern = re.compile("(" + "|".join(re.escape(name) for name in blocks) + r")\.(.+)")
     claims = {}
     for _, tensor in files:
         inside = pattern.fullmatch(tensor.name)
-        if inside:
+        if tensor.name in routers:
+            claims[tensor.name] = _claim_router(tensor, routers[tensor.name], layers)
+        elif inside:
             index = blocks[inside[1]]
-            claims[tensor.name] = _claim(tensor, inside[2], index, model.spec.layers[index], model.spec)
+            claims[tensor.name] = _claim(tensor, inside[2], index, layers[index], family, disk)
         else:
             claims[tensor.name] = Claim(Role.COPIED)
-    _check_experts(model, claims, files)
+    _check_experts(model, disk, claims, files)
     return claims
 
 
-def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, spec: ModelSpec) -> Claim:
+def _cannot_regroup(family: Family, why: str) -> ImpossibleError:
+    return ImpossibleError(
+        f"smoe cannot regroup family {family.model_type} yet ({why}); profile, cocluster and a map work"
+    )
+
+
+def _claim_router(tensor: TensorInfo, index: int, layers: Sequence[MoeLayer]) -> Claim:
+    """Router tensors have one row an expert, whatever axes of length 1 stand before."""
+    experts = layers[index].num_experts
+    if next((length for length in tensor.shape if length != 1), 1) != experts:
+        raise InputError(f"{tensor.name} has shape {list(tensor.shape)}; {experts} rows were expected.")
+    return Claim(Role.PERMUTED, index)
+
+
+def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, family: Family, disk: Disk) -> Claim:
+    """What happens to a tensor of an MoE block that is not the router's; name: relative to the block."""
     expert = EXPERT.fullmatch(name)
     if expert:
         number = int(expert[1])
@@ -67,19 +91,17 @@ def _claim(tensor: TensorInfo, name: str, index: int, layer: MoeLayer, spec: Mod
         if number >= layer.num_experts:
             raise InputError(f"{tensor.name}: expert {number}, but config.json says {layer.num_experts} experts.")
         return Claim(Role.RENAMED, index, number, expert[2])
-    if name in spec.family.router:
-        if tensor.shape[:1] != (layer.num_experts,):
-            raise InputError(f"{tensor.name} has shape {list(tensor.shape)}; {layer.num_experts} rows were expected.")
-        return Claim(Role.PERMUTED, index)
-    if layer.num_experts in tensor.shape and not name.startswith(spec.family.shared):
+    if layer.num_experts in tensor.shape and not name.startswith(disk.shared):
+        if name.startswith("experts."):
+            raise _cannot_regroup(family, f"{FUSED}, as {tensor.name}")
         raise ImpossibleError(
             f"{tensor.name} {list(tensor.shape)} has an axis of {layer.num_experts} experts, and no rule of family "
-            f"{spec.family.model_type} says how it moves; regrouping stops rather than guess."
+            f"{family.model_type} says how it moves; regrouping stops rather than guess."
         )
     return Claim(Role.COPIED, index)
 
 
-def _check_experts(model: Model, claims: dict[str, Claim], files: CheckpointFiles) -> None:
+def _check_experts(model: Model, disk: Disk, claims: dict[str, Claim], files: CheckpointFiles) -> None:
     """Each layer must hold every expert with the same tensors, and its router."""
     where = files.folder
     by_layer: list[dict[int, set[tuple[str, tuple[int, ...]]]]] = [{} for _ in model.spec.layers]
@@ -102,7 +124,7 @@ def _check_experts(model: Model, claims: dict[str, Claim], files: CheckpointFile
                 f"{where}: layer {layer.id}: experts.{odd[0]} does not have the same tensors as experts.0."
             )
         if index not in routers:
-            raise InputError(f"{where}: layer {layer.id} has no router {model.spec.family.router[0]}.")
+            raise InputError(f"{where}: layer {layer.id} has no router {disk.router[0]}.")
 
 
 def new_name(name: str, claim: Claim, logical_to_physical: npt.NDArray[np.int64]) -> str:

@@ -1,11 +1,11 @@
 """smoe profile: run prompts through a model and record which experts every token used."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from smoe_cli.options import Common, DryRunOption, ForceOption
-from smoe_profiles.choices import Dtype, Pack, SplitBy, SplitMode
+from smoe_profiles.choices import Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
 
 BUILTIN_TOKENS = 200_000
 
@@ -36,31 +36,40 @@ def profile(
         str | None,
         typer.Option("--device-map", help="Spread a large model over devices, e.g. auto (needs accelerate)."),
     ] = None,
+    tensor_parallel: Annotated[
+        bool, typer.Option("--tensor-parallel", help="Split each layer over the processes of torchrun.")
+    ] = False,
+    decode: Annotated[
+        int, typer.Option("--decode", min=0, help="Generate up to so many tokens after each document, and record them.")
+    ] = 0,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Put texts or messages into the model's chat template.")
+    ] = False,
+    early_gate: Annotated[
+        EarlyGate, typer.Option("--early-gate", help="Also ask each router before attention, on these rows.")
+    ] = EarlyGate.NONE,
     split: Annotated[
         SplitMode, typer.Option("--split", help="hash: fit, validation and held-out; fit: no held-out; heldout: only.")
     ] = SplitMode.HASH,
     split_by: Annotated[
         SplitBy, typer.Option("--split-by", help="hash of a document's ids, or order: even fit, odd held-out.")
     ] = SplitBy.HASH,
+    no_order: Annotated[
+        bool, typer.Option("--no-order", help="Store counts by token id only, so that no prompt can be read back.")
+    ] = False,
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Record which experts a model's tokens use: writes trace/."""
     from smoe_cli.folder import TRACE
-    from smoe_cli.recording import RecordingPlan, describe_model, name_sources, record_trace
-    from smoe_profiles.artefact import check_target
+    from smoe_cli.recording import RecordingPlan, describe_run, name_sources, record_trace
     from smoe_profiles.models import find_model
 
     target = common.dir / TRACE
     specs = dataset or ["builtin"]
     sources = name_sources(specs, source or [])
-    if dry_run:
-        document = describe_model(find_model(model, download=False))
-        common.console.result(document, lambda: _show_model(common, document))
-        return
-    check_target(target, force=force)
     plan = RecordingPlan(
-        model=find_model(model),
+        model=find_model(model, download=not dry_run),
         datasets=list(zip(specs, sources, strict=True)),
         seq_len=seq_len,
         pack=pack,
@@ -68,22 +77,39 @@ def profile(
         dtype=dtype,
         device=device,
         device_map=device_map,
+        tensor_parallel=tensor_parallel,
+        decode=decode,
+        chat_template=chat_template,
+        early_gate=early_gate,
         split=split,
         split_by=split_by,
+        order=not no_order,
     )
+    if dry_run:
+        document = describe_run(plan, target, force=force, console=common.console)
+        common.console.result(document, lambda: _show_model(common, document))
+        return
     document = record_trace(plan, target, force=force, console=common.console)
-    common.console.result(document, lambda: _show(common, document), common.next("smoe build-tables"))
+    if not document:  # of several processes, one speaks
+        return
+    common.console.result(document, lambda: _show(common, document), common.next(_next(document)))
 
 
-def _show(common: Common, document: dict[str, object]) -> None:
+def _show(common: Common, document: dict[str, Any]) -> None:
     rows = document["rows"]
-    assert isinstance(rows, dict)
     common.console.line(
         f"{document['path']}: {sum(rows.values()):,} tokens of {document['model']} "
         f"({rows['fit']:,} fit, {rows['validation']:,} validation, {rows['heldout']:,} held-out)"
     )
 
 
-def _show_model(common: Common, document: dict[str, object]) -> None:
-    for key in ("model", "answered_from", "family", "moe_layers", "experts", "top_k", "router_rule", "memory"):
-        common.console.line(f"{key.replace('_', ' ')}: {document[key]}")
+def _next(document: dict[str, Any]) -> str:
+    if document["level"] != Level.TOKEN:
+        return "smoe inspect"
+    return "smoe build-tables" if document["rows"]["fit"] else f"smoe evaluate --trace {document['path']}"
+
+
+def _show_model(common: Common, document: dict[str, Any]) -> None:
+    for key, value in document.items():
+        if value is not None and not key.endswith("_bytes"):
+            common.console.line(f"{key.replace('_', ' ')}: {value}")

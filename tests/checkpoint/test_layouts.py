@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_cli.checkpoint.layouts import Role, blocking_key, claim_tensors, new_name, permute_rows
+from smoe_cli.checkpoint.rewrite import plan_rewrite
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.families.config import MoeLayer
+from smoe_profiles.families.table import FAMILIES
 from smoe_profiles.models import find_model
 from tests.checkpoint.conftest import edit_tensors, editable, permutations
-from tests.profiles.tiny_models import CONFIGS, MOE_LAYERS
+from tests.profiles.tiny_models import CONFIGS, FAMILY_CONFIGS, MOE_LAYERS, installed
 
 PARTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w2", "w3")),
@@ -86,7 +88,7 @@ def damaged(tiny, tmp_path, name, change):
 UNKNOWN = {
     "a selection bias no rule claims": ("mixtral", "model.layers.1.block_sparse_moe.gate.bias", (8,)),
     "a correction bias of another family": ("deepseek_v2", "model.layers.1.mlp.gate.e_score_correction_bias", (8,)),
-    "fused experts": ("olmoe", "model.layers.0.mlp.experts.gate_up_proj", (8, 6, 4)),
+    "fused experts beside single ones": ("olmoe", "model.layers.0.mlp.experts.gate_up_proj", (8, 6, 4)),
     "scales of fused experts": ("olmoe", "model.layers.0.mlp.experts.down_proj_scale", (8, 1)),
     "an expert axis that is not the first": ("mixtral", "model.layers.0.block_sparse_moe.mystery", (3, 8)),
     "a second router": ("qwen3_moe", "model.layers.1.mlp.gate_1.weight", (8, 4)),
@@ -157,3 +159,33 @@ def test_every_tensor_of_an_expert_moves_whatever_its_suffix(tiny, tmp_path):
     for name in extra:
         assert claims[name].role is Role.RENAMED
         assert f".{claims[name].expert}." in name
+
+
+OTHERS = installed(name for name in FAMILY_CONFIGS if name not in CONFIGS)
+FUSED = [name for name in OTHERS if not FAMILIES[name].disk[0].parts]
+UNMOVABLE = {
+    "deepseek_v4": "its hash layers name experts in a table of token ids",
+    "longcat_flash": "its router has rows of zero experts",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in (*FUSED, *UNMOVABLE)])
+def test_experts_of_their_own_tensors_move_with_every_router_tensor_of_the_row(name, tiny):
+    claims = claims_of(tiny(name))
+    layers = {layer for layer, _ in enumerate(MOE_LAYERS[name])}
+    parts = 2 if name == "nemotron_h" else 3
+    renamed = [claim for claim in claims.values() if claim.role is Role.RENAMED]
+    assert len(renamed) == len(layers) * 8 * parts
+    permuted = [key for key, claim in claims.items() if claim.role is Role.PERMUTED]
+    assert len(permuted) == len(layers) * len(FAMILIES[name].disk[0].router)
+    assert {claims[key].layer for key in permuted} == layers
+
+
+@pytest.mark.parametrize("name", [*FUSED, *UNMOVABLE])
+def test_experts_that_cannot_be_renumbered_yet_are_refused_before_anything_is_written(name, tiny, tmp_path):
+    why = UNMOVABLE.get(name, "its experts are fused on disk")
+    expected = f"smoe cannot regroup family {name} yet ({why}); profile, cocluster and a map work"
+    with pytest.raises(ImpossibleError) as refused:
+        plan_rewrite(find_model(str(tiny(name))), permutations(name, 1), tmp_path / "target")
+    assert str(refused.value) == expected
+    assert not list(tmp_path.iterdir())

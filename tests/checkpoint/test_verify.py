@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from smoe_cli.checkpoint.layerwise import compare_routing
 from smoe_cli.checkpoint.rewrite import expected_rewrite
 from smoe_cli.checkpoint.verify import compare_tensors
+from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.models import find_model
 from smoe_profiles.tensors import open_checkpoint
 from tests.checkpoint.conftest import edit_tensors, editable, permutations, regroup, whole_groups
@@ -160,6 +161,21 @@ def test_routing_and_logits_of_a_right_copy_agree(name, tiny, tmp_path):
     assert {layer.tokens for layer in report.layers} == {PROMPTS.size}
     assert sum(layer.ties for layer in report.layers) == report.logits_excused == 0
     assert report.logit_tokens == PROMPTS.size
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "phimoe", "ernie4_5_moe", "exaone_moe", "qwen3_next"])
+def test_biases_and_renamed_routers_travel_with_the_experts(name, tiny, tmp_path):
+    order = (whole_groups if name == "deepseek_v3" else permutations)(name, 5)
+    assert routing(tiny(name), regroup(tiny(name), order, tmp_path / "copy"), order).passed
+
+
+@pytest.mark.parametrize("name", ["jamba", "hy_v3", "qwen3_5_moe"])
+def test_a_model_that_cannot_be_run_layer_by_layer_says_what_still_can_be_proved(name, tiny, tmp_path):
+    order = permutations(name, 5)
+    written = regroup(tiny(name), order, tmp_path / "copy")
+    assert failures(tiny(name), written, order) == []
+    with pytest.raises(ImpossibleError, match=r"layer by layer\. smoe verify --tensors-only"):
+        routing(tiny(name), written, order)
 
 
 def test_a_map_that_does_not_belong_to_the_copy_is_found(tiny, right):

@@ -1,5 +1,6 @@
 """What is recorded is what the router chose: recomputed by hand from the router's own inputs, row by row."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from smoe_profiles.capture.loading import LoadOptions, load_model, load_tokenizer
 from smoe_profiles.capture.packing import batches, cut
-from smoe_profiles.capture.profile import LoadOptions, load_model, load_tokenizer, record, trace_layers
-from smoe_profiles.capture.recorder import Recorder, experts_modules
+from smoe_profiles.capture.points import capture_points
+from smoe_profiles.capture.profile import CaptureOptions, record, trace_layers
+from smoe_profiles.capture.recorder import Recorder
 from smoe_profiles.choices import Pack
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import find_model
@@ -52,14 +55,14 @@ def documents(*lengths, part="fit", source="s", seed=0):
     ]
 
 
-def trace_of(loaded_model, docs, folder, pack=Pack.ISOLATE, seq_len=64):
+def trace_of(loaded_model, docs, folder, seq_len=64, **options):
     """The rows recorded, read back with pyarrow: a dictionary of arrays."""
     model, module, _ = loaded_model
     folder.mkdir(exist_ok=True)
     sources = list(dict.fromkeys(item.document.source for item in docs))
     writer = TraceWriter(folder, trace_layers(model), sources)
     seen = []
-    record(model, module, docs, writer, sources=sources, pack=pack, seq_len=seq_len, progress=seen.append)
+    record(model, module, docs, writer, CaptureOptions(sources, seq_len=seq_len, **options), seen.append)
     writer.close()
     table = pq.read_table(folder / "part-00000.parquet")
     assert sum(seen) == len(table)
@@ -121,7 +124,8 @@ def test_layer_ids_are_those_of_the_decoder(name, loaded, tmp_path):
     assert [column for column in rows if column.startswith("experts_")] == [
         f"experts_{layer:02d}" for layer in MOE_LAYERS[name]
     ]
-    assert list(experts_modules(loaded(name)[1], loaded(name)[0].spec)) == MOE_LAYERS[name]
+    points = capture_points(loaded(name)[1], loaded(name)[0].spec)
+    assert [point.layer.id for point in points] == MOE_LAYERS[name]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -243,38 +247,60 @@ def test_packing_loses_nothing_and_never_pads_beyond_its_budget(sizes, seq_len, 
 
 def test_a_layer_whose_experts_never_ran_is_noticed(loaded):
     model, module, _ = loaded("mixtral")
-    modules = experts_modules(module, model.spec)
-    with Recorder(modules | {7: torch.nn.Identity()}) as recorder, torch.inference_mode():
+    points = capture_points(module, model.spec)
+    absent = replace(points[0], layer=replace(points[0].layer, id=7), watched=torch.nn.Identity())
+    with Recorder([*points, absent]) as recorder, torch.inference_mode():
         module(torch.tensor([[1, 2, 3]]))
         with pytest.raises(RuntimeError, match="layer 7 were never called"):
             recorder.take()
 
 
+def test_experts_that_run_twice_in_a_forward_are_noticed(loaded):
+    model, module, _ = loaded("mixtral")
+    with Recorder(capture_points(module, model.spec)), torch.inference_mode():
+        module(torch.tensor([[1, 2, 3]]))
+        with pytest.raises(RuntimeError, match="layer 0 ran twice"):
+            module(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_hook_that_raises_ends_the_run_and_leaves_no_hooks(loaded, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("smoe_profiles.capture.recorder.read_choice", fail)
+    with pytest.raises(ZeroDivisionError):
+        trace_of(loaded("mixtral"), documents(5), tmp_path / "trace")
+    points = capture_points(loaded("mixtral")[1], loaded("mixtral")[0].spec)
+    assert not any(point.watched._forward_pre_hooks for point in points)
+
+
 def test_hooks_are_gone_after_recording(loaded):
     model, module, _ = loaded("mixtral")
-    modules = experts_modules(module, model.spec)
-    with Recorder(modules):
-        assert all(part._forward_pre_hooks for part in modules.values())
-    assert not any(part._forward_pre_hooks for part in modules.values())
+    points = capture_points(module, model.spec)
+    with Recorder(points):
+        assert all(point.watched._forward_pre_hooks for point in points)
+    assert not any(point.watched._forward_pre_hooks for point in points)
 
 
 def test_one_forward_does_not_leak_into_the_next(loaded):
     model, module, _ = loaded("mixtral")
-    with Recorder(experts_modules(module, model.spec)) as recorder, torch.inference_mode():
+    with Recorder(capture_points(module, model.spec)) as recorder, torch.inference_mode():
         module(torch.tensor([[1, 2, 3]]))
-        first, _ = recorder.take()
+        first = recorder.take()
         module(torch.tensor([[4, 5]]))
-        second, weights = recorder.take()
-    assert (tuple(first.shape), tuple(second.shape)) == ((2, 3, 2), (2, 2, 2))
-    assert weights.dtype == torch.float32
+        second = recorder.take()
+    assert (tuple(first.ids.shape), tuple(second.ids.shape)) == ((3, 4), (2, 4))
+    assert second.widths == (2, 2)
+    ids, weights = second.to_numpy(np.array([False, True]))
+    assert [column.shape for column in [*ids, *weights]] == [(1, 2)] * 4
 
 
 def test_a_class_without_the_familys_experts_module_is_refused(loaded):
     model, _, _ = loaded("mixtral")
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=8)
     other = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ImpossibleError, match=r"LlamaForCausalLM has no layers\.0\.mlp\.experts"):
-        experts_modules(other, model.spec)
+    with pytest.raises(ImpossibleError, match=r"LlamaForCausalLM has no layers\.0"):
+        capture_points(other, model.spec)
 
 
 def test_the_model_runs_in_evaluation_mode(loaded):

@@ -34,6 +34,17 @@ PUBLISHED = {
     "qwen1.5-moe-a2.7b": (24, 60, 4, 1),
     "qwen3-30b-a3b": (48, 128, 8, 1),
     "olmoe-1b-7b": (16, 64, 8, 1),
+    "deepseek-v3": (58, 256, 8, 8),
+    "qwen3-235b-a22b": (94, 128, 8, 1),
+    "qwen3-next-80b-a3b": (48, 512, 10, 1),
+    "gpt-oss-20b": (24, 32, 4, 1),
+    "gpt-oss-120b": (36, 128, 4, 1),
+    "llama-4-scout": (48, 16, 1, 1),
+    "glm-4.5-air": (45, 128, 8, 1),
+    "minimax-m2": (62, 256, 8, 1),
+    "phi-3.5-moe": (32, 16, 2, 1),
+    "lfm2-8b-a1b": (22, 32, 4, 1),
+    "dbrx": (40, 16, 4, 1),
 }
 """MoE layers, experts, experts a token, groups that count: from the model cards."""
 

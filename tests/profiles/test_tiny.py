@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from smoe_profiles.capture.profile import load_tokenizer
-from smoe_profiles.capture.recorder import Recorder, experts_modules
+from smoe_profiles.capture.loading import load_tokenizer
+from smoe_profiles.capture.points import capture_points
+from smoe_profiles.capture.recorder import Recorder
 from smoe_profiles.models import BUNDLED, bundled_names, find_model
 from smoe_solvers.choices import Effort, Goal, Method
 from smoe_solvers.problem import build_problem
@@ -34,11 +35,12 @@ def token_windows(tokenize, name):
 def routing(model, network, windows):
     """Expert ids [L, T, K] of a network in fp32."""
     parts = []
-    with Recorder(experts_modules(network, model.spec)) as recorder, torch.inference_mode():
+    with Recorder(capture_points(network, model.spec)) as recorder, torch.inference_mode():
         for rows in windows.split(8):
             network.base_model(input_ids=rows, use_cache=False)
-            parts.append(recorder.take()[0].numpy())
-    return np.concatenate(parts, axis=1).astype(np.uint16)
+            ids, _ = recorder.take().to_numpy(np.ones(rows.numel(), bool))
+            parts.append(np.stack(ids))
+    return np.concatenate(parts, axis=1)
 
 
 def fan_out(experts, expert_to_rank):

@@ -1,6 +1,7 @@
 """Documents to batches of equal-length rows, and back to trace rows.
 
-Axes: B rows of a batch, S positions, padding on the right (a causal model never sees it).
+Axes: B rows of a batch, S positions. Padding is on the right, where a causal model never sees it, or, to generate, on
+the left.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,17 +37,18 @@ class Batch:
 
     chunks: list[Chunk]
 
-    def input_ids(self) -> npt.NDArray[np.int64]:
-        """[B, S] int64, padded on the right with id 0."""
-        ids = np.zeros((len(self.chunks), max(len(chunk.token_ids) for chunk in self.chunks)), np.int64)
-        for row, chunk in enumerate(self.chunks):
-            ids[row, : len(chunk.token_ids)] = chunk.token_ids
+    def input_ids(self, *, left: bool = False) -> npt.NDArray[np.int64]:
+        """[B, S] int64, padded with id 0 on the right, or on the left."""
+        real = self.real(left=left)
+        ids = np.zeros(real.shape, np.int64)
+        ids[real] = np.concatenate([chunk.token_ids for chunk in self.chunks])
         return ids
 
-    def real(self) -> npt.NDArray[np.bool_]:
+    def real(self, *, left: bool = False) -> npt.NDArray[np.bool_]:
         """[B, S]: which positions are tokens, not padding."""
         lengths = np.array([len(chunk.token_ids) for chunk in self.chunks])
-        return np.arange(lengths.max()) < lengths[:, None]
+        position = np.arange(lengths.max())
+        return position >= lengths.max() - lengths[:, None] if left else position < lengths[:, None]
 
 
 def cut(documents: Iterable[Assigned], pack: Pack, seq_len: int, sources: Sequence[str]) -> Iterator[Chunk]:

@@ -1,35 +1,62 @@
-"""The hook at the experts' input: which experts each token uses, and with what weight.
+"""The hooks that record which experts each token uses, and with what weight, as the model itself runs."""
 
-The ids are taken where the experts receive them, never rebuilt from router logits, so group limits, selection biases
-and normalisation are whatever the model really did.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from smoe_profiles.errors import ImpossibleError
-from smoe_profiles.families.config import ModelSpec
+from smoe_profiles.capture.early import EarlyGateHooks, EarlyView
+from smoe_profiles.capture.points import CapturePoint, read_choice
+from smoe_profiles.families.table import Point
+from smoe_profiles.trace import ExpertIds
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One forward's choices, on the model's device: each layer's K columns side by side, sorted by falling weight.
+
+    ids: [T, sum of K] int16; weights: the same shape, float16; widths: K of each layer; ties go to the lower id.
+    early: what the early gate saw, where it was asked.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    widths: tuple[int, ...]
+    early: EarlyView | None = None
+
+    def to_numpy(self, kept: npt.NDArray[np.bool_]) -> tuple[list[ExpertIds], list[npt.NDArray[np.float16]]]:
+        """Ids and weights of the kept rows, per layer [N, K]. kept: [T]. Waits for the device."""
+        ids = self.ids.cpu().numpy().astype(np.uint16)[kept]
+        weights = self.weights.cpu().numpy()[kept]
+        borders = np.cumsum(self.widths)[:-1]
+        return np.split(ids, borders, axis=1), np.split(weights, borders, axis=1)
 
 
 @dataclass
 class Recorder:
-    """Collects (ids, weights) of every MoE layer of one forward pass at a time.
+    """Collects the choices of every MoE layer of one forward pass at a time.
 
-    layer_modules: decoder layer id -> its experts module. Use as a context manager; `take()` after each forward.
+    A context manager; `take()` after each forward. early: hooks of the early gate, listening where they are asked to.
     """
 
-    layer_modules: dict[int, nn.Module]
-    _captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    points: Sequence[CapturePoint]
+    early: EarlyGateHooks | None = None
+    _captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        for layer, module in self.layer_modules.items():
-            hook = self._hook(layer)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for number, point in enumerate(self.points):
+            hook = self._hook(number, point)
+            if point.point is Point.EXPERTS_INPUT:
+                handle = point.watched.register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                handle = point.watched.register_forward_hook(hook, with_kwargs=True)
+            self._handles.append(handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,53 +64,42 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, layer: int) -> Any:
-        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if layer in self._captured:
-                raise RuntimeError(f"the experts of layer {layer} ran twice in one forward pass")
-            tensors = [*args, *kwargs.values()]
-            ids = next(value for value in tensors[1:] if not value.is_floating_point())
-            weights = next(value for value in tensors[1:] if value.is_floating_point())
-            self._captured[layer] = (ids.detach(), weights.detach())
-            self._inputs[layer] = tensors[0].detach()
+    def _hook(self, number: int, point: CapturePoint) -> Any:
+        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+            if number in self._captured:
+                raise RuntimeError(f"the experts of layer {point.layer.id} ran twice in one forward pass")
+            self._captured[number] = read_choice(point, args, kwargs, output)
+            self._inputs[number] = next(iter([*args, *kwargs.values()])).detach()
 
         return record
 
-    def inputs(self, layer: int) -> torch.Tensor:
-        """What the layer's experts (and its router) were given in the last forward, [T, H]."""
-        hidden = self._inputs[layer]
+    def inputs(self, number: int) -> Tensor:
+        """What the watched module of points[number] was given in the last forward, [T, H]."""
+        hidden = self._inputs[number]
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last forward's ids [L, T, K] int64 and weights [L, T, K] float32 on the CPU, T = B * S; then forget.
+    def take(self) -> Captured:
+        """The last forward's choices, T = B * S; then forget. Nothing waits for the device here.
 
-        One copy for all layers. Raises RuntimeError if a layer's experts were never called.
+        Raises RuntimeError if a layer's experts were never called.
         """
-        missing = [layer for layer in self.layer_modules if layer not in self._captured]
+        missing = [point.layer.id for number, point in enumerate(self.points) if number not in self._captured]
         if missing:
             raise RuntimeError(f"the experts of layer {missing[0]} were never called; nothing was recorded there")
-        pairs = [self._captured[layer] for layer in self.layer_modules]
-        device = pairs[0][0].device
-        ids = torch.stack([ids.to(device, torch.int32) for ids, _ in pairs]).cpu().long()
-        weights = torch.stack([weights.to(device, torch.float32) for _, weights in pairs]).cpu()
+        pairs = [self._captured[number] for number in range(len(self.points))]
         self._captured.clear()
-        return ids, weights
+        device = pairs[0][0].device
+        moved = [sort_by_weight(ids.to(device), weights.to(device, torch.float32)) for ids, weights in pairs]
+        return Captured(
+            torch.cat([ids.to(torch.int16) for ids, _ in moved], dim=1),
+            torch.cat([weights.half() for _, weights in moved], dim=1),
+            tuple(ids.shape[1] for ids, _ in moved),
+            self.early.take() if self.early and self.early.asked else None,
+        )
 
 
-def experts_modules(model: nn.Module, spec: ModelSpec) -> dict[int, nn.Module]:
-    """The experts module of each MoE layer, by decoder layer id, found by path and checked.
-
-    Raises ImpossibleError if a layer has no such module (another architecture than the family's row says).
-    """
-    base: Any = model.base_model
-    found = {}
-    for layer in spec.layers:
-        try:
-            module: nn.Module = base.layers[layer.id].get_submodule(f"{spec.family.memory_block}.experts")
-        except (AttributeError, IndexError) as error:
-            where = f"layers.{layer.id}.{spec.family.memory_block}.experts"
-            raise ImpossibleError(
-                f"{type(model).__name__} has no {where}; this transformers is not supported."
-            ) from error
-        found[layer.id] = module
-    return found
+def sort_by_weight(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row by falling weight, ties by id, so that bytes do not depend on a kernel's order. [T, K] both."""
+    by_id, order = ids.sort(dim=-1)
+    by_weight, order = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return by_id.gather(-1, order), by_weight
