@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -10,7 +11,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from smoe_cli import errors
-from smoe_cli.commands import build_tables, cocluster, demo, evaluate, models, profile, regroup, verify
+from smoe_cli.commands import (
+    build_tables,
+    cocluster,
+    demo,
+    evaluate,
+    import_,
+    inspect_,
+    models,
+    profile,
+    regroup,
+    verify,
+)
 from smoe_cli.options import command
 
 app = typer.Typer(
@@ -23,6 +35,8 @@ app = typer.Typer(
 
 COMMANDS = (
     profile.profile,
+    import_.import_,
+    inspect_.inspect,
     build_tables.build_tables,
     cocluster.cocluster,
     evaluate.evaluate,
@@ -31,8 +45,15 @@ COMMANDS = (
     demo.demo,
     models.models,
 )
+
+
+def command_name(function: Callable[..., None]) -> str:
+    """A command's name from its function's; a trailing underscore keeps Python's own words apart."""
+    return function.__name__.strip("_").replace("_", "-")
+
+
 for function in COMMANDS:
-    app.command(name=function.__name__.replace("_", "-"))(command(function))
+    app.command(name=command_name(function))(command(function))
 
 
 def _version(wanted: bool) -> None:

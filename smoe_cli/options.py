@@ -39,17 +39,17 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read as TOML ({error}).") from error
     command = str(context.info_name)
-    known = {str(parameter.name) for parameter in context.command.params}
+    known = {str(parameter.name).strip("_"): str(parameter.name) for parameter in context.command.params}
     shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
     own = content.get(command, {})
     if not isinstance(own, dict):
         raise typer.BadParameter(f"{path}: {command} = {own!r}; a table [{command}] was expected.")
     values = {key.replace("-", "_"): value for key, value in own.items()}
-    unknown = sorted(values.keys() - known)
+    unknown = sorted(values.keys() - known.keys())
     if unknown:
         raise typer.BadParameter(f"{path}: smoe {command} has no option {unknown[0]!r}.")
     defaults = {key.replace("-", "_"): value for key, value in shared.items()}
-    context.default_map = {key: value for key, value in defaults.items() if key in known} | values
+    context.default_map = {known[key]: value for key, value in (defaults | values).items() if key in known}
     return path
 
 
@@ -108,7 +108,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     for parameter in parameters:
         for info in get_args(parameter.annotation)[1:]:
             if isinstance(info, OptionInfo):
-                info.envvar, info.show_envvar = f"SMOE_{parameter.name.upper()}", False
+                info.envvar, info.show_envvar = f"SMOE_{parameter.name.strip('_').upper()}", False
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

@@ -68,13 +68,14 @@ class RecordingPlan:
         }
 
     def documents(self, encode: Callable[[Any], list[int]]) -> Iterator[Document]:
-        """All data sets' documents, up to max_tokens."""
-        stream = (
-            document
-            for spec, source in self.datasets
-            for document in read_documents(spec, source, encode, self.model.spec.vocab_size)
-        )
-        return limit_tokens(stream, self.max_tokens)
+        """All data sets' documents, one set after another; max_tokens is shared out, what one leaves passed on."""
+        left = self.max_tokens
+        for number, (spec, source) in enumerate(self.datasets):
+            share = None if left is None else -(-left // (len(self.datasets) - number))
+            stream = read_documents(spec, source, encode, self.model.spec.vocab_size)
+            for document in limit_tokens(stream, share):
+                left = None if left is None else left - len(document.token_ids)
+                yield document
 
 
 def name_sources(specs: list[str], sources: list[str]) -> list[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
-from smoe_cli.app import COMMANDS
+from smoe_cli.app import COMMANDS, command_name
 from smoe_cli.options import COMMON, command
 
 
@@ -33,7 +33,7 @@ class Option:
 def command_options() -> dict[str, list[Option]]:
     """Every command's options by command name, in the order of the help page."""
     return {
-        function.__name__.replace("_", "-"): [
+        command_name(function): [
             _option(parameter) for parameter in inspect.signature(command(function)).parameters.values()
         ]
         for function in COMMANDS
@@ -42,7 +42,7 @@ def command_options() -> dict[str, list[Option]]:
 
 def _option(parameter: inspect.Parameter) -> Option:
     annotation, info = get_args(parameter.annotation)[:2]
-    assert isinstance(info, OptionInfo)
+    assert isinstance(info, OptionInfo | ArgumentInfo)
     choices = [kind for kind in get_args(annotation) if kind is not NoneType]
     plain = choices[0] if isinstance(annotation, UnionType) else annotation
     repeatable = get_origin(plain) is list
@@ -51,12 +51,12 @@ def _option(parameter: inspect.Parameter) -> Option:
     default = "required" if required else str(getattr(parameter.default, "value", parameter.default))
     # Option("--ep", ...) keeps its first name as `default` until typer reads the annotation.
     names = [info.default] if isinstance(info.default, str) else []
-    shown = ", ".join([*names, *(info.param_decls or ())])
+    shown = info.metavar or "" if isinstance(info, ArgumentInfo) else ", ".join([*names, *(info.param_decls or ())])
     return Option(parameter.name, shown, _kind(plain, info), default, repeatable, info.help or "")
 
 
-def _kind(plain: Any, info: OptionInfo) -> str:
-    if info.count or plain is bool:
+def _kind(plain: Any, info: OptionInfo | ArgumentInfo) -> str:
+    if plain is bool or (isinstance(info, OptionInfo) and info.count):
         return "flag"
     if issubclass(plain, StrEnum):
         return "|".join(plain)
@@ -76,7 +76,7 @@ def page() -> str:
         *_table([option for option in command_options()["profile"] if option.key in COMMON]),
     ]
     for function in COMMANDS:
-        name = function.__name__.replace("_", "-")
+        name = command_name(function)
         own = [option for option in command_options()[name] if option.key not in COMMON]
         lines += ["", f"## smoe {name}", "", inspect.getdoc(function) or "", ""]
         lines += _table(own) if own else ["No options of its own."]

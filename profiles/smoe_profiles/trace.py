@@ -134,12 +134,25 @@ def check_experts(experts: npt.NDArray[Any], layer: TraceLayer) -> None:
 
 
 def repeats(experts: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which rows name an id twice, [N]. experts: [N, K]; pairs of columns beat sorting each short row."""
-    found = np.zeros(len(experts), np.bool_)
-    columns = np.ascontiguousarray(experts.T)
+    """Which rows name an id twice, [...]. experts: [..., K]; pairs of columns beat sorting each short row."""
+    found = np.zeros(experts.shape[:-1], np.bool_)
+    columns = np.ascontiguousarray(np.moveaxis(experts, -1, 0))
     for slot in range(1, len(columns)):
         found |= (columns[:slot] == columns[slot]).any(axis=0)
     return found
+
+
+def check_layers(experts: Sequence[npt.NDArray[Any]], layers: Sequence[TraceLayer]) -> None:
+    """`check_experts` of every layer, [N, K] each; layers of one shape are looked at together."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for number, layer in enumerate(layers):
+        shapes.setdefault((experts[number].shape[1], layer.num_experts + layer.num_zero), []).append(number)
+    for (_, limit), numbers in shapes.items():
+        stacked = np.stack([experts[number] for number in numbers])
+        sound = not stacked.size or (0 <= stacked.min() <= stacked.max() < limit and not repeats(stacked).any())
+        if not sound or any(experts[number].shape[1] != layers[number].top_k for number in numbers):
+            for number in numbers:
+                check_experts(experts[number], layers[number])
 
 
 @dataclass(frozen=True)

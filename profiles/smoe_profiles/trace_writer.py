@@ -6,6 +6,7 @@ starts again over it writes the same parts, byte for byte, as one that was never
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 
 from smoe_profiles.artefact import SCRATCH
 from smoe_profiles.split import PARTS
-from smoe_profiles.trace import PHASES, UNKNOWN_TOKEN, ExpertIds, Rows, TraceLayer, check_experts, schema
+from smoe_profiles.trace import PHASES, UNKNOWN_TOKEN, ExpertIds, Rows, TraceLayer, check_layers, schema
 
 ROW_GROUP = 65_536
 PART_ROWS = 16 * ROW_GROUP
@@ -60,6 +61,8 @@ class TraceWriter:
         self.appended = self._part = self._pending_rows = self._written = 0
         self._pending: list[pa.RecordBatch] = []
         self._writer: pq.ParquetWriter | None = None
+        self._compressor = ThreadPoolExecutor(max_workers=1)
+        self._compressing: Future[None] = self._compressor.submit(lambda: None)
         self._journal: pa.RecordBatchStreamWriter = self._restore()
 
     def append(self, rows: Rows) -> None:
@@ -72,9 +75,8 @@ class TraceWriter:
         """Write what is pending and finish the last part file. The journal goes when the artefact is published."""
         if self._pending_rows:
             self._flush(self._pending_rows)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._finish_part()
+        self._compressor.shutdown()
         self._journal.close()
 
     def _record_batch(self, rows: Rows) -> pa.RecordBatch:
@@ -85,8 +87,8 @@ class TraceWriter:
         }
         for name, dictionary in self._names.items():
             columns[name] = pa.DictionaryArray.from_arrays(pa.array(getattr(rows, name), pa.int16()), dictionary)
+        check_layers(rows.experts, self.layers)
         for layer, experts, weights in zip(self.layers, rows.experts, rows.weights, strict=True):
-            check_experts(experts, layer)
             columns[layer.column] = self._lists(layer.column, experts, len(rows.sequence))
             columns[layer.weight_column] = self._lists(layer.weight_column, weights, len(rows.sequence))
         for index, layer in enumerate(self.layers if self._early else []):
@@ -116,19 +118,29 @@ class TraceWriter:
         table = pa.Table.from_batches(self._pending, self.schema).combine_chunks()
         self._pending, self._pending_rows = table.slice(count).to_batches(), self._pending_rows - count
         for start in range(0, count, ROW_GROUP):
-            if self._writer is None:
-                path = self.folder / f"{self.name}-{self._part:05d}.parquet"
-                self._writer = pq.ParquetWriter(
-                    path, self.schema, compression="zstd", use_dictionary=self._coded, write_page_checksum=True
-                )
             group = table.slice(start, min(ROW_GROUP, count - start))
-            self._writer.write_table(group, row_group_size=ROW_GROUP)
-            self._written += len(group)
+            self._compress(group)
             if self._written >= PART_ROWS:
-                self._writer.close()
-                self._writer, self._written, self._part = None, 0, self._part + 1
+                self._finish_part()
                 self._journal.close()
                 self._journal = self._open_journal(table.slice(start + len(group)).to_batches())
+
+    def _compress(self, group: pa.Table) -> None:
+        """Compress a row group while the caller goes on; the one before is finished first."""
+        self._compressing.result()
+        if self._writer is None:
+            path = self.folder / f"{self.name}-{self._part:05d}.parquet"
+            self._writer = pq.ParquetWriter(
+                path, self.schema, compression="zstd", use_dictionary=self._coded, write_page_checksum=True
+            )
+        self._compressing = self._compressor.submit(self._writer.write_table, group, row_group_size=ROW_GROUP)
+        self._written += len(group)
+
+    def _finish_part(self) -> None:
+        self._compressing.result()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._written, self._part = None, 0, self._part + 1
 
     def _open_journal(self, carried: list[pa.RecordBatch]) -> pa.RecordBatchStreamWriter:
         """A fresh journal, which takes the old one's name once it holds all rows that are in no finished part."""

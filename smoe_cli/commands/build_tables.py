@@ -19,14 +19,18 @@ def build_tables(
     from pathlib import Path
 
     from smoe_cli.folder import TABLES, TRACE, model_of
+    from smoe_cli.importing import require_token_ids
     from smoe_profiles.artefact import check_target, publish
+    from smoe_profiles.models import is_unknown
     from smoe_profiles.tables import write_tables
     from smoe_profiles.trace import open_trace
 
     target = common.dir / TABLES
     check_target(target, force=force)
     opened = open_trace(Path(trace) if trace else common.dir / TRACE, hashes=hashes)
-    found = model_of(opened.artefact, common.dir, model or opened.artefact.run().get("model"))
+    require_token_ids(opened)
+    unnamed = is_unknown(opened.artefact.model) and not model
+    found = None if unnamed else model_of(opened.artefact, common.dir, model or opened.artefact.run().get("model"))
     facts = {"seed": seed}
     with (
         publish(

@@ -27,7 +27,9 @@ def profile(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", min=1, help=f"Stop after so many tokens; default: all (builtin: {BUILTIN_TOKENS})."
+            "--max-tokens",
+            min=1,
+            help=f"Stop after so many tokens, shared over data sets; default: all (builtin: {BUILTIN_TOKENS}).",
         ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Format of the weights; auto: as stored.")] = Dtype.AUTO,

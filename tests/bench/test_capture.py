@@ -1,6 +1,6 @@
 """What recording costs: over the plain forward, in bytes a row, and in writing and reading. `make bench`.
 
-`python tests/bench/test_capture.py cuda` runs the overhead alone, at DeepSeek-V2-Lite's full size.
+`python tests/bench/test_capture.py cuda 128` runs the overhead alone, at DeepSeek-V2-Lite's full size over 128 batches.
 """
 
 import sys
@@ -47,7 +47,9 @@ V2_LITE = {
 }
 
 
-def overhead(device: str, layers: int, dtype: torch.dtype, batches: int) -> tuple[float, float]:
+def overhead(
+    device: str, layers: int, dtype: torch.dtype, batches: int, repeats: int = REPEATS
+) -> tuple[float, float]:
     """Median seconds of `batches` x 8 x 512 tokens, plain and recorded, run in turn on one model of random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,7 +82,7 @@ def overhead(device: str, layers: int, dtype: torch.dtype, batches: int) -> tupl
         wait()
 
     taken: dict[str, list[float]] = {"plain": [], "recorded": []}
-    for work in [plain, recorded] * (REPEATS + 1):
+    for work in [plain, recorded] * (repeats + 1):
         started = perf_counter()
         work()
         taken[work.__name__].append(perf_counter() - started)

@@ -67,6 +67,7 @@ def test_every_command_shown_works(page, tmp_path):
     for name, text in (("prompts", "fit"), ("code", "heldout")):
         with gzip.open(ROOT / f"tests/fixtures/texts/{text}.jsonl.gz", "rt", encoding="utf-8") as file:
             (tmp_path / f"{name}.jsonl").write_text("".join(line for line, _ in zip(file, range(40), strict=False)))
+    shutil.copy(ROOT / "tests/fixtures/routing/gptoss20b_layers.npz", tmp_path / "routing.npz")
     (tmp_path / "smoe.toml").write_text("".join(re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.M | re.S)))
     stand_in_cache(tmp_path / "hf")
     commands = [faster(command) for command in shown_commands(page) if command.startswith("smoe ")]

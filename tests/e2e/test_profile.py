@@ -164,7 +164,8 @@ def test_generated_rows_are_those_of_a_plain_forward_over_the_whole_text(decoded
         start = (prompt - 1) // 32 * 32  # the last chunk is what generation goes on from
         with torch.inference_mode(), Recorder(points) as recorder:
             logits = model(torch.from_numpy(ids[start:].astype(np.int64))[None], use_cache=False).logits[0]
-            experts, _ = recorder.take().to_numpy(np.ones(len(ids) - start, bool))
+            captured = recorder.take()
+            experts = captured.by_layer(captured.to_numpy(np.ones(len(ids) - start, bool))[0])
         assert logits.argmax(dim=-1)[prompt - start - 1 : -1].tolist() == ids[prompt:].tolist()
         for layer, column in zip((0, 2), experts, strict=True):
             recorded = np.array(mine[f"experts_{layer:02d}"].to_pylist())[start:]

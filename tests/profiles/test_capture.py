@@ -16,7 +16,7 @@ from smoe_profiles.capture.loading import LoadOptions, load_model, load_tokenize
 from smoe_profiles.capture.packing import batches, cut
 from smoe_profiles.capture.points import capture_points
 from smoe_profiles.capture.profile import CaptureOptions, record, trace_layers
-from smoe_profiles.capture.recorder import Recorder
+from smoe_profiles.capture.recorder import Recorder, sort_layers
 from smoe_profiles.choices import Pack
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import find_model
@@ -292,7 +292,8 @@ def test_one_forward_does_not_leak_into_the_next(loaded):
     assert (tuple(first.ids.shape), tuple(second.ids.shape)) == ((3, 4), (2, 4))
     assert second.widths == (2, 2)
     ids, weights = second.to_numpy(np.array([False, True]))
-    assert [column.shape for column in [*ids, *weights]] == [(1, 2)] * 4
+    assert ids.shape == weights.shape == (1, 4)
+    assert [column.shape for column in second.by_layer(ids)] == [(1, 2)] * 2
 
 
 def test_a_class_without_the_familys_experts_module_is_refused(loaded):
@@ -317,3 +318,23 @@ def test_a_model_without_a_tokenizer_is_an_input_error_naming_its_folder(tiny, t
     model = SimpleNamespace(local_folder=lambda: tmp_path)
     with pytest.raises(InputError, match=str(tmp_path)):
         load_tokenizer(model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 9))
+def test_sorting_is_by_falling_weight_and_ties_go_to_the_lower_id(seed, widths, rows):
+    generator = np.random.default_rng(seed)
+    experts = [np.stack([generator.permutation(12)[:width] for _ in range(rows)]) for width in widths]
+    weights = [generator.integers(0, 3, (rows, width)).astype(np.float32) / 4 for width in widths]
+    pairs = [(torch.from_numpy(ids), torch.from_numpy(values)) for ids, values in zip(experts, weights, strict=True)]
+    ids, values = sort_layers(pairs)
+    for row in range(rows):
+        expected = [
+            pair
+            for layer in range(len(widths))
+            for pair in sorted(
+                zip(weights[layer][row].tolist(), experts[layer][row].tolist(), strict=True),
+                key=lambda pair: (-pair[0], pair[1]),
+            )
+        ]
+        assert list(zip(values[row].tolist(), ids[row].tolist(), strict=True)) == expected

@@ -38,8 +38,9 @@ def routing(model, network, windows):
     with Recorder(capture_points(network, model.spec)) as recorder, torch.inference_mode():
         for rows in windows.split(8):
             network.base_model(input_ids=rows, use_cache=False)
-            ids, _ = recorder.take().to_numpy(np.ones(rows.numel(), bool))
-            parts.append(np.stack(ids))
+            captured = recorder.take()
+            ids, _ = captured.to_numpy(np.ones(rows.numel(), bool))
+            parts.append(np.stack(captured.by_layer(ids)))
     return np.concatenate(parts, axis=1)
 
 

@@ -3,6 +3,7 @@
 Axes: B rows of a batch, S positions, T = B * S, N rows kept, K experts a token.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,6 +34,9 @@ from smoe_profiles.trace_writer import TraceWriter
 PREFILL, DECODE = range(len(PHASES))
 EARLY_EVERY = 8
 """`--early-gate sample` asks the early gate in one batch of so many."""
+
+BEHIND = 16
+"""Batches that may wait to be written; a row group is compressed at once, which takes longer than a batch."""
 
 SAVE_SECONDS = 60
 """How often the early gate's sums are saved for a run that may be killed."""
@@ -78,7 +82,7 @@ def record(
     """Run documents through the model and append their routing to the trace; progress(rows) after each batch.
 
     Batches are shared out over the processes in turn. Those that the writer has already, from a run that was killed,
-    are left out. While the model runs one batch, the rows of the one before are checked, compressed and written.
+    are left out. While the model runs, the rows of the batches before are checked, compressed and written.
     """
     stream = enumerate(batches(cut(documents, options.pack, options.seq_len, options.sources)))
     mine = ((number, batch) for number, batch in stream if number % processes.count == processes.rank)
@@ -89,7 +93,7 @@ def record(
         stack.enter_context(torch.inference_mode())
         recorder = stack.enter_context(Recorder(points, stack.enter_context(early.hooks) if early else None))
         worker = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        writing: Future[None] | None = None
+        writing: deque[Future[None]] = deque()
         for turn, (number, batch) in enumerate(mine):
             if turn < written and (early is None or turn < early.sums.batches):
                 progress(sum(len(chunk.token_ids) for chunk in batch.chunks))
@@ -99,13 +103,13 @@ def record(
             pieces = list(_run(loaded, batch, recorder, options.decode))
             if early:
                 pieces = early.take(pieces, turn)
-            if writing is not None:
-                writing.result()
+            if len(writing) == BEHIND:
+                writing.popleft().result()
             if turn >= written:
-                writing = worker.submit(lambda pieces: writer.append(_rows(pieces, layers)), pieces)
+                writing.append(worker.submit(lambda pieces: writer.append(_rows(pieces, layers)), pieces))
             progress(sum(int(piece.kept.sum()) for piece in pieces))
-        if writing is not None:
-            writing.result()
+        for waiting in writing:
+            waiting.result()
         if early:
             early.save()
 
@@ -212,13 +216,13 @@ def _first_facts(chunks: Sequence[Chunk]) -> dict[str, npt.NDArray[Any]]:
 def _rows(pieces: Sequence[_Piece], layers: Sequence[TraceLayer]) -> Rows:
     """Trace rows of a batch, padding and ended sequences dropped. Raises InputError for a weight that is no number."""
     found = [piece.captured.to_numpy(piece.kept) for piece in pieces]
-    experts = [np.concatenate(columns) for columns in zip(*(ids for ids, _ in found), strict=True)]
-    weights = [np.concatenate(columns) for columns in zip(*(weights for _, weights in found), strict=True)]
-    for layer, column in zip(layers, weights, strict=True):
-        if not np.isfinite(column).all():
-            raise InputError(f"layer {layer.id} gives router weights that are no numbers; try --dtype float32.")
+    ids, weights = (np.concatenate(wide) if len(pieces) > 1 else wide[0] for wide in zip(*found, strict=True))
+    by_layer = pieces[0].captured.by_layer
+    if not np.isfinite(weights).all():
+        bad = [not np.isfinite(column).all() for column in by_layer(weights)].index(True)
+        raise InputError(f"layer {layers[bad].id} gives router weights that are no numbers; try --dtype float32.")
     facts = {name: np.concatenate([piece.facts[name] for piece in pieces]) for name in pieces[0].facts}
-    return Rows(**facts, experts=experts, weights=weights, early=_early_rows(pieces, layers))
+    return Rows(**facts, experts=by_layer(ids), weights=by_layer(weights), early=_early_rows(pieces, layers))
 
 
 def _early_rows(pieces: Sequence[_Piece], layers: Sequence[TraceLayer]) -> EarlyRows | None:

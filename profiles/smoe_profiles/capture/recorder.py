@@ -17,23 +17,27 @@ from smoe_profiles.trace import ExpertIds
 
 @dataclass(frozen=True)
 class Captured:
-    """One forward's choices, on the model's device: each layer's K columns side by side, sorted by falling weight.
+    """One forward's choices, on their way to the CPU: each layer's K columns side by side, sorted by falling weight.
 
     ids: [T, sum of K] int16; weights: the same shape, float16; widths: K of each layer; ties go to the lower id.
-    early: what the early gate saw, where it was asked.
+    copied: what to wait for before reading either; None: nothing. early: what the early gate saw, where it was asked.
     """
 
     ids: Tensor
     weights: Tensor
     widths: tuple[int, ...]
+    copied: torch.cuda.Event | None = None
     early: EarlyView | None = None
 
-    def to_numpy(self, kept: npt.NDArray[np.bool_]) -> tuple[list[ExpertIds], list[npt.NDArray[np.float16]]]:
-        """Ids and weights of the kept rows, per layer [N, K]. kept: [T]. Waits for the device."""
-        ids = self.ids.cpu().numpy().astype(np.uint16)[kept]
-        weights = self.weights.cpu().numpy()[kept]
-        borders = np.cumsum(self.widths)[:-1]
-        return np.split(ids, borders, axis=1), np.split(weights, borders, axis=1)
+    def to_numpy(self, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float16]]:
+        """Ids and weights of the kept rows, [N, sum of K]. kept: [T]. Waits for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.ids.numpy().view(np.uint16)[kept], self.weights.numpy()[kept]
+
+    def by_layer(self, wide: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """[N, sum of K] as one [N, K] a layer."""
+        return np.split(wide, np.cumsum(self.widths)[:-1], axis=1)
 
 
 @dataclass
@@ -88,18 +92,34 @@ class Recorder:
             raise RuntimeError(f"the experts of layer {missing[0]} were never called; nothing was recorded there")
         pairs = [self._captured[number] for number in range(len(self.points))]
         self._captured.clear()
-        device = pairs[0][0].device
-        moved = [sort_by_weight(ids.to(device), weights.to(device, torch.float32)) for ids, weights in pairs]
+        ids, weights = sort_layers(pairs)
+        on_gpu = ids.is_cuda
         return Captured(
-            torch.cat([ids.to(torch.int16) for ids, _ in moved], dim=1),
-            torch.cat([weights.half() for _, weights in moved], dim=1),
-            tuple(ids.shape[1] for ids, _ in moved),
+            ids.to("cpu", non_blocking=True),
+            weights.to("cpu", non_blocking=True),
+            tuple(ids.shape[-1] for ids, _ in pairs),
+            torch.cuda.current_stream(ids.device).record_event() if on_gpu else None,
             self.early.take() if self.early and self.early.asked else None,
         )
 
 
-def sort_by_weight(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row by falling weight, ties by id, so that bytes do not depend on a kernel's order. [T, K] both."""
-    by_id, order = ids.sort(dim=-1)
-    by_weight, order = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return by_id.gather(-1, order), by_weight
+def sort_layers(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Each layer's ids and weights [T, K] sorted by falling weight, ties by id; [T, sum of K] int16 and float16.
+
+    Sorted here, so that bytes do not depend on a kernel's order; layers of one K go through the device together.
+    """
+    device = pairs[0][0].device
+    columns: list[tuple[Tensor, Tensor]] = [pairs[0]] * len(pairs)
+    widths = [ids.shape[-1] for ids, _ in pairs]
+    for width in set(widths):
+        numbers = [number for number, found in enumerate(widths) if found == width]
+        ids = torch.stack([pairs[number][0].to(device) for number in numbers], dim=1)
+        weights = torch.stack([pairs[number][1].to(device) for number in numbers], dim=1).float()
+        by_id, order = ids.sort(dim=-1)
+        by_weight, order = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+        ids, weights = by_id.gather(-1, order).to(torch.int16), by_weight.half()
+        if len(numbers) == len(pairs):
+            return ids.flatten(1), weights.flatten(1)
+        for place, number in enumerate(numbers):
+            columns[number] = ids[:, place], weights[:, place]
+    return torch.cat([ids for ids, _ in columns], dim=1), torch.cat([weights for _, weights in columns], dim=1)

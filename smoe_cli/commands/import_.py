@@ -1,0 +1,101 @@
+"""smoe import: an engine's records of routing, or NumPy archives, into a trace."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smoe_cli.options import Common, ForceOption
+from smoe_profiles.choices import ImportFormat, SplitBy, SplitMode
+
+
+def import_(
+    common: Common,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of one format; for trtllm also folders.")],
+    from_: Annotated[
+        ImportFormat, typer.Option("--from", help="Whose records they are; auto: told by content.")
+    ] = ImportFormat.AUTO,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Short name, hub id or folder: which layers have experts, how many, how many a token."
+        ),
+    ] = None,
+    ids: Annotated[str | None, typer.Option("--ids", help="npz: key of the expert ids; default: ids.")] = None,
+    axes: Annotated[
+        str | None,
+        typer.Option("--axes", help="npz: the ids' axes, out of batch, layer, token, slot; default: layer,token,slot."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="npz: key of the token ids; default: tokens.")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="npz: key of the gate weights; default: weights.")
+    ] = None,
+    layer_ids: Annotated[
+        str | None,
+        typer.Option("--layer-ids", help="npz: key of the decoder layers, or numbers: 0,7,15; default: layer_ids."),
+    ] = None,
+    seq_lens: Annotated[
+        str | None, typer.Option("--seq-lens", help="npz: key of the tokens of each sequence; default: seq_len.")
+    ] = None,
+    triples: Annotated[
+        bool, typer.Option("--triples", help="npz: read (token, expert, count) triples: tok_L0, exp_L0, cnt_L0.")
+    ] = False,
+    no_order: Annotated[
+        bool, typer.Option("--no-order", help="Keep counts by token id only: prompts cannot be read back.")
+    ] = False,
+    source: Annotated[
+        list[str] | None, typer.Option("--source", help="A name for each FILE, in order; default: its file name.")
+    ] = None,
+    split: Annotated[
+        SplitMode, typer.Option("--split", help="hash: fit, validation and held-out; fit: no held-out; heldout: only.")
+    ] = SplitMode.HASH,
+    split_by: Annotated[
+        SplitBy, typer.Option("--split-by", help="hash of a sequence's ids, or order: even fit, odd held-out.")
+    ] = SplitBy.HASH,
+    force: ForceOption = False,
+) -> None:
+    """Read an engine's records of routing, or NumPy archives: writes trace/."""
+    from smoe_cli.folder import TRACE
+    from smoe_cli.importing import ImportPlan, import_trace, name_files
+    from smoe_profiles.artefact import check_target
+    from smoe_profiles.importers.records import ReadOptions
+    from smoe_profiles.importers.store import Wanted
+    from smoe_profiles.models import find_model
+
+    target = common.dir / TRACE
+    check_target(target, force=force)
+    plan = ImportPlan(
+        files=files,
+        sources=name_files(files, source or []),
+        format=from_,
+        options=ReadOptions(
+            model=find_model(model, download=False) if model else None,
+            ids=ids,
+            axes=axes,
+            tokens=tokens,
+            weights=weights,
+            layer_ids=layer_ids,
+            seq_lens=seq_lens,
+            triples=triples,
+        ),
+        wanted=Wanted(split=split, split_by=split_by, order=not no_order),
+    )
+    document = import_trace(plan, target, force=force, console=common.console)
+    ready = document["level"] == "token" and not document["unknown_token_ids"]
+    command = common.next("smoe build-tables") if ready else None
+    common.console.result(document, lambda: _show(common, document), command)
+
+
+def _show(common: Common, document: dict[str, Any]) -> None:
+    rows, expected, rejected = document["rows"], document["layers_expected"], document["rejected"]
+    layers = f"{document['layers_found']}{f' of {expected}' if expected else ''} MoE layers"
+    lost = sum(rejected.values())
+    parts = ", ".join(f"{count:,} {name.replace('heldout', 'held-out')}" for name, count in rows.items())
+    common.console.line(
+        f"{document['path']}: {sum(rows.values()):,} tokens of {document['model']} ({parts}), "
+        f"level {document['level']}, {layers}; padding left out: {document['padding']:,}, rejected: {lost:,}"
+    )
+    for reason, count in rejected.items():
+        common.console.line(f"rejected, {reason}: {count:,}")
+    for note in document["notes"]:
+        common.console.note(f"note: {note}.")

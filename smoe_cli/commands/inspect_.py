@@ -1,0 +1,47 @@
+"""smoe inspect: what an artefact holds, and whether a trace shows signs of having been recorded wrongly."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smoe_cli.options import Common, HashesOption
+
+
+def inspect(
+    common: Common,
+    artefact: Annotated[
+        Path | None,
+        typer.Argument(metavar="ARTEFACT", help="Any artefact's folder, or its name in -C; default: the trace."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Compare with another trace of the same text.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="Show the load of so many contiguous ranks too.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 5 if something is sick; with --against, if rows really differ.")
+    ] = False,
+    hashes: HashesOption = False,
+) -> None:
+    """Look at an artefact: of a trace load, concentration, coverage and signs of sickness."""
+    from smoe_cli.errors import CheckFailedError, UsageError
+    from smoe_cli.inspecting import compare, find_artefact, inspect_artefact
+    from smoe_cli.showing import show_agreement, show_summary, show_trace
+
+    console = common.console
+    path = find_artefact(common.dir, artefact)
+    if against is not None:
+        if ep is not None:
+            raise UsageError("--ep does not go with --against: the comparison shows no load.")
+        document = compare(path, find_artefact(common.dir, against), hashes=hashes, console=console)
+        console.result(document, lambda: show_agreement(console, document))
+        failed = document["total"]["differing"] > 0 or not document["layers"]
+    else:
+        document = inspect_artefact(path, ep=ep, hashes=hashes, console=console)
+        show = show_trace if document["kind"] == "trace" else show_summary
+        console.result(document, lambda: show(console, document))
+        failed = bool(document["lint"])
+    if strict and failed:
+        raise CheckFailedError(f"{path}: {document['verdict']}.")

@@ -1,0 +1,182 @@
+"""What smoe inspect says of an artefact that is no trace: its manifest, its parents and the figures in its files.
+
+Axes: L MoE layers, E experts, G ranks.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_cli.evaluation import STATES
+from smoe_cli.folder import CHECKPOINT, EVALUATION, MAP, PLACEMENT, TABLES
+from smoe_cli.placement import read_placement
+from smoe_profiles.artefact import Artefact, open_artefact
+from smoe_profiles.errors import InputError
+from smoe_profiles.models import describe_identity
+from smoe_profiles.tables import Tables
+from smoe_profiles.tensors import read_json
+from smoe_profiles.trace import read_layers
+
+MANIFESTS = ("smoe/manifest.json", "manifest.json")
+
+HIDDEN = ("layers",)
+"""Parameters that are shown in another form."""
+
+
+def artefact_kind(path: Path) -> str:
+    """What kind of artefact a folder is. Raises InputError if it is none."""
+    for name in MANIFESTS:
+        record = path / name
+        if record.exists():
+            manifest = read_json(record)
+            kind = manifest.get("kind") if isinstance(manifest, dict) else None
+            if isinstance(kind, str):
+                return kind
+            raise InputError(f"{record} does not say what kind of artefact this is; it is not a smoe manifest.")
+    held = ", ".join(
+        sorted({child.relative_to(path).parts[0] for name in MANIFESTS for child in path.glob(f"*/{name}")})
+    )
+    raise InputError(f"{path} has no manifest.json; {f'name one of {held} in it' if held else 'it is no artefact'}.")
+
+
+def describe(artefact: Artefact) -> dict[str, Any]:
+    """What every artefact says of itself."""
+    files = artefact.manifest["files"]
+    return {
+        "path": str(artefact.path),
+        "kind": artefact.kind,
+        "id": artefact.id,
+        "model": artefact.model,
+        "model_name": describe_identity(artefact.model),
+        "created": artefact.run().get("created"),
+        "bytes": sum(facts["bytes"] for facts in files.values()),
+        "files": len(files),
+        "parents": _parents(artefact),
+    }
+
+
+def _parents(artefact: Artefact) -> list[dict[str, Any]]:
+    """Each parent, and whether an artefact beside this one is it: `found`, `another` of its kind only, or `absent`."""
+    parents = []
+    for parent in artefact.manifest["parents"]:
+        beside = _beside(artefact, parent["kind"])
+        same = [other.path.name for other in beside if other.id == parent["id"]]
+        state = "found" if same else "another" if beside else "absent"
+        names = same or [other.path.name for other in beside]
+        parents.append({"kind": parent["kind"], "id": parent["id"], "state": state, "beside": names})
+    return parents
+
+
+def _beside(artefact: Artefact, kind: str) -> list[Artefact]:
+    """The whole artefacts of a kind in the same folder."""
+    found = []
+    for path in sorted(artefact.path.absolute().parent.glob(f"{kind}*")):
+        try:
+            found.append(open_artefact(path, kind))
+        except InputError:
+            continue
+    return found
+
+
+def summarise(artefact: Artefact, *, hashes: bool) -> dict[str, Any]:
+    """An artefact of any kind but a trace as one JSON document."""
+    document = describe(artefact) | {
+        "parameters": {key: value for key, value in artefact.parameters.items() if key not in HIDDEN},
+        "layers": {},
+    }
+    if artefact.kind == TABLES:
+        document |= _tables(artefact)
+    elif artefact.kind in (PLACEMENT, CHECKPOINT, MAP):
+        document |= _placement(artefact)
+    elif artefact.kind == EVALUATION:
+        document |= _evaluation(artefact)
+    stale = [parent for parent in document["parents"] if parent["state"] == "another" and parent["kind"] != "trace"]
+    messages = [f"made from {old['kind']} {old['id'][:12]}, not {', '.join(old['beside'])} beside it" for old in stale]
+    document["lint"] = [
+        {"kind": "another-parent", "layer": None, "rows": 0, "message": message} for message in messages
+    ]
+    checked = "contents are as its manifest says" if hashes else "sizes are as its manifest says"
+    document["verdict"] = f"stale: {messages[0]}" if stale else f"whole: all {checked}"
+    return document
+
+
+def _tables(artefact: Artefact) -> dict[str, Any]:
+    tables = Tables(artefact, *read_layers(artefact))
+    occurrences, _ = tables.vocabulary()
+    layers = {}
+    for layer in tables.layers:
+        load = tables.statistics(layer)["popularity"].sum(axis=0)
+        facts = {"num_experts": layer.num_experts, "top_k": layer.top_k, "unused": int((load == 0).sum())}
+        layers[str(layer.id)] = facts | {"load_imbalance": _imbalance(load)}
+    seen = int((occurrences.sum(axis=0) > 0).sum())
+    return {"layers": layers, "token_ids": {"seen": seen, "vocabulary": tables.vocab_size}}
+
+
+def _evaluation(artefact: Artefact) -> dict[str, Any]:
+    path = artefact.path / "evaluation.json"
+    content = read_json(path)
+    try:
+        total = {state: content["total"][state] for state in STATES}
+        return {"total": total, "context": content["context"]}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} does not hold what smoe evaluate writes ({error!r}).") from error
+
+
+def _placement(artefact: Artefact) -> dict[str, Any]:
+    """Slots of every layer, how its experts were found, and the load of the ranks if the tables lie beside it."""
+    placement = read_placement(artefact)
+    solved = _solver_lines(artefact)
+    tables = _source_tables(artefact)
+    experts, ranks = placement.expert_to_rank.shape[1], placement.num_ranks
+    contiguous = np.arange(experts) // (experts // ranks)
+    layers = {}
+    for number, to_rank in zip(placement.layer_ids, placement.expert_to_rank, strict=True):
+        line = solved.get(number, {})
+        facts: dict[str, Any] = {key: line.get(key) for key in ("origin", "objective", "validation_gain")}
+        facts |= {"num_experts": experts, "moved": int((to_rank != contiguous).sum())}
+        facts |= {"rank_imbalance": {"contiguous": None, "placed": None}, "top_k": None}
+        layer = next((layer for layer in tables.layers if layer.id == number), None) if tables else None
+        if tables and layer:
+            load = tables.statistics(layer)["popularity"].sum(axis=0)
+            by_rank = {"contiguous": contiguous, "placed": to_rank}
+            found = {name: _imbalance(np.bincount(ranked, load, ranks)) for name, ranked in by_rank.items()}
+            facts |= {"rank_imbalance": found, "top_k": layer.top_k}
+        layers[str(number)] = facts
+    gains = [line["validation_gain"] for line in solved.values()]
+    return {
+        "ranks": ranks,
+        "layers": layers,
+        "tables": str(tables.artefact.path) if tables else None,
+        "validation_gain": sum(gains) / len(gains) if gains else None,
+    }
+
+
+def _solver_lines(artefact: Artefact) -> dict[int, dict[str, Any]]:
+    path = artefact.path / "solver.jsonl"
+    if not path.exists():
+        return {}
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {line["layer"]: line for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} cannot be read ({error!r}).") from error
+
+
+def _source_tables(artefact: Artefact) -> Tables | None:
+    """The tables that a placement was made from, or that a checkpoint's or map's placement was, if they are beside."""
+    for kind in (PLACEMENT, TABLES):
+        wanted = artefact.parent_id(kind)
+        if wanted:
+            found = next((other for other in _beside(artefact, kind) if other.id == wanted), None)
+            if found is None or kind == TABLES:
+                return Tables(found, *read_layers(found)) if found else None
+            artefact = found
+    return None
+
+
+def _imbalance(load: npt.NDArray[Any]) -> float | None:
+    """Greatest over mean; None where nothing was counted."""
+    return float(load.max() / load.mean()) if load.sum() else None
