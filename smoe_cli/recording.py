@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_profiles.artefact import Draft, check_target, library_versions, publish, staging_path
-from smoe_profiles.choices import Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
+from smoe_profiles.choices import BATCH_TOKENS, Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
 from smoe_profiles.datasets import Survey, is_local, limit_tokens, read_documents, survey
-from smoe_profiles.errors import InputError, MachineError
+from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.models import Model, model_identity
 from smoe_profiles.split import Document, assign_parts
 
@@ -63,6 +63,7 @@ class RecordingPlan:
             "decode": self.decode,
             "chat_template": self.chat_template,
             "early_gate": self.early_gate.value,
+            "batch_tokens": BATCH_TOKENS,
             "split": self.split.value,
             "split_by": self.split_by.value,
         }
@@ -238,12 +239,20 @@ def _record(
         capture = CaptureOptions(plan.sources, plan.pack, plan.seq_len, plan.decode, plan.early_gate)
         try:
             record(plan.model, loaded, documents, writer, capture, advance, share)
+        except (InputError, ImpossibleError):
+            raise
         except BaseException:
-            console.note("the rows recorded so far are kept; the same command goes on from there")
+            console.note(f"the rows so far are kept in {folder}; the same command goes on from there")
             raise
     writer.close()
     everyone = processes.gather(writer.rows)
-    return {part: sum(rows[part] for rows in everyone[: share.count]) for part in writer.rows}
+    rows = {part: sum(rows[part] for rows in everyone[: share.count]) for part in writer.rows}
+    if found and sum(rows.values()) < found.tokens:
+        raise InputError(
+            f"{sum(rows.values()):,} rows were recorded of {found.tokens:,} tokens; {', '.join(plan.sources)} changed "
+            "while it was read. Run it again."
+        )
+    return rows
 
 
 def _finish(plan: RecordingPlan, draft: Draft, rows: dict[str, int], processes: "Processes") -> None:

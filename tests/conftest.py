@@ -1,7 +1,29 @@
 """No test reaches a network or the user's own hub cache: both are switched off before anything reads them."""
 
+import json
 import os
 import tempfile
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="smoe-hub-")
+
+
+def smoe(*arguments, cwd, code=0):
+    """Run one command in this process; returns its stdout and stderr. Fails with both if the exit code is another."""
+    from smoe_cli.app import run
+
+    out, err = StringIO(), StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        found = run([str(argument) for argument in arguments])
+    assert found == code, f"exit {found}\n{out.getvalue()}\n{err.getvalue()}"
+    return SimpleNamespace(out=out.getvalue(), err=err.getvalue(), json=lambda: json.loads(out.getvalue()))
+
+
+@pytest.fixture(scope="session")
+def run_smoe():
+    return smoe

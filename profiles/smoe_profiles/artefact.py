@@ -174,8 +174,8 @@ def publish(
 
     On any exception, an interrupt included, the staging folder is removed and the target is as it was.
     record: sub-folder that holds manifest.json and run.json (`smoe` inside a checkpoint).
-    resume: everything that the content depends on. The staging folder then outlives a failure, and a run with an equal
-    `resume` finds in it what the one before had written; any other run empties it.
+    resume: everything that the content depends on. The staging folder then outlives a failure that another attempt may
+    not meet, and a run with an equal `resume` finds in it what the one before had written; any other run empties it.
     Raises ImpossibleError if the target exists and `force` is not given, MachineError if another run writes it.
     """
     check_target(target, force=force)
@@ -212,8 +212,8 @@ def publish(
             _sync_directory(folder)
         check_target(target, force=force)
         _rename(staging, target)
-    except BaseException:
-        if resume is None:
+    except BaseException as error:
+        if resume is None or isinstance(error, InputError | ImpossibleError):
             shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:

@@ -2,6 +2,9 @@
 
 from enum import StrEnum
 
+BATCH_TOKENS = 4096
+"""Padded positions of a batch while profiling."""
+
 
 class SplitMode(StrEnum):
     """How documents are shared out: by hash, all but one in eight to fit, or all to held-out."""

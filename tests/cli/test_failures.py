@@ -376,13 +376,14 @@ def limit_files(size: int):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_disk_that_fills_up_leaves_profile_with_6_and_nothing(model, prompts, tmp_path):
-    done = smoe(
-        *("profile", "--model", model, "--dataset", f"{prompts}#few", "-C", tmp_path / "out"),
-        preexec_fn=limit_files(2000),
-    )
-    assert_refused(done, 6, "disk is full")
-    assert names(tmp_path / "out") == set()
+def test_a_disk_that_fills_up_leaves_profile_with_6_and_rows_to_go_on_from(model, prompts, tmp_path):
+    command = ("profile", "--model", model, "--dataset", f"{prompts}#few", "-C", tmp_path / "out")
+    done = smoe(*command, preexec_fn=limit_files(4000))
+    assert done.returncode == 6
+    assert "disk is full" in done.stderr
+    assert names(tmp_path / "out") == {".trace.partial"}
+    assert smoe(*command).returncode == 0
+    assert names(tmp_path / "out") == {"trace"}
 
 
 def test_a_disk_that_fills_up_leaves_regroup_with_6_and_the_old_checkpoint(work):
@@ -445,7 +446,7 @@ def test_a_stopped_profile_leaves_with_its_signals_code_and_no_trace(number, cod
     arguments = ["profile", "--model", model, "--dataset", f"{prompts}#many", "-C", out]
     found, stderr = stopped(arguments, out / ".trace.partial", number)
     assert (found, "Traceback" in stderr) == (code, False), stderr
-    assert names(out) == set()
+    assert names(out) == {".trace.partial"}
     assert f"error: {word}" in stderr
 
 

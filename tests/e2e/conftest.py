@@ -1,30 +1,12 @@
 """One finished working folder for each bundled model, made once a session by the commands themselves."""
 
-import json
-from contextlib import chdir, redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from smoe_cli.app import run
+from tests.conftest import smoe
 
 TEXTS = Path(__file__).parents[1] / "fixtures/texts"
-
-
-def smoe(*arguments, cwd, code=0):
-    """Run one command in this process; returns its stdout and stderr. Fails with both if the exit code is another."""
-    out, err = StringIO(), StringIO()
-    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
-        found = run([str(argument) for argument in arguments])
-    assert found == code, f"exit {found}\n{out.getvalue()}\n{err.getvalue()}"
-    return SimpleNamespace(out=out.getvalue(), err=err.getvalue(), json=lambda: json.loads(out.getvalue()))
-
-
-@pytest.fixture(scope="session")
-def run_smoe():
-    return smoe
 
 
 def _path(folder, model, ep):

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.choices import Pack
+from smoe_profiles.choices import BATCH_TOKENS, Pack
 from smoe_profiles.split import PARTS, Assigned, TokenIds
-
-BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)

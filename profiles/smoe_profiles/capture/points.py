@@ -43,6 +43,10 @@ def capture_points(model: nn.Module, spec: ModelSpec) -> list[CapturePoint]:
     Raises ImpossibleError if a layer has no such module (another architecture than the family's row says).
     """
     family = spec.family
+    if hasattr(model, "_orig_mod"):
+        raise ImpossibleError(
+            "the model is compiled, and hooks on a compiled model may never run; record it uncompiled."
+        )
     points = []
     for layer in spec.layers:
         path = f"{family.layers}.{layer.id}"
