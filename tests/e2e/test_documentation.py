@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 STAND_INS = {"mixtral-8x7b": "tiny-mixtral"}
 RUN_ALL = """
-import shlex, sys
+import shlex, subprocess, sys
 from smoe_cli.app import run
 for line in sys.stdin.read().splitlines():
-    code = run(shlex.split(line)[1:])
+    command, *rest = shlex.split(line)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    code = run(rest) if command == "smoe" else subprocess.run([*torchrun, *rest]).returncode
     assert code == 0, f"exit {code}: {line}"
 """
 
@@ -34,7 +36,7 @@ def shown_commands(page):
 
 def faster(command):
     """The same command on fewer tokens and with less search: the digits are not what is tested here."""
-    if command.startswith("smoe profile") and "--max-tokens" not in command and "--dry-run" not in command:
+    if " profile " in command and "--max-tokens" not in command and "--dry-run" not in command:
         return f"{command} --max-tokens 5000"
     if command.startswith("smoe cocluster") and "--effort" not in command:
         return f"{command} --effort fast"
@@ -59,7 +61,7 @@ def test_every_make_target_shown_exists(page):
     for target in re.findall(r"`make (\w+)`", page.read_text(encoding="utf-8")):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for command in shown_commands(page):
-        assert command.split()[0] in ("smoe", "make"), command
+        assert command.split()[0] in ("smoe", "make", "torchrun"), command
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any("smoe " in c for c in shown_commands(page))], ids=str)
@@ -70,7 +72,7 @@ def test_every_command_shown_works(page, tmp_path):
     shutil.copy(ROOT / "tests/fixtures/routing/gptoss20b_layers.npz", tmp_path / "routing.npz")
     (tmp_path / "smoe.toml").write_text("".join(re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.M | re.S)))
     stand_in_cache(tmp_path / "hf")
-    commands = [faster(command) for command in shown_commands(page) if command.startswith("smoe ")]
+    commands = [faster(command) for command in shown_commands(page) if not command.startswith("make ")]
     env = os.environ | {
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_CACHE": str(tmp_path / "hf/hub"),
