@@ -63,10 +63,12 @@ def test_deepseek_v2_as_published_has_59_moe_layers_of_160_experts_in_8_groups()
 
 
 DENSE = {  # how many layers each class makes dense where a config does not say
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "beam"), 3),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "beam", "kimi_k25", "step3p7"), 3),
     **dict.fromkeys(("bailing_hybrid", "lfm2_moe", "flint"), 2),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "sarvam_moe", "sarvam_mla", "kimi_linear"), 1),
-    **dict.fromkeys(("axk1", "axk2", "exaone_moe", "hy_v3", "hy_v4", "afmoe", "laguna", "ernie4_5_moe"), 1),
+    **dict.fromkeys(
+        ("glm4v_moe", "axk1", "axk2", "exaone_moe", "hy_v3", "hy_v4", "afmoe", "laguna", "ernie4_5_moe"), 1
+    ),
 }
 
 
@@ -75,7 +77,7 @@ def test_a_config_that_says_no_more_than_its_sizes_gets_its_class_defaults(famil
     spec = read_spec(MINIMAL[family], "config.json")
     expected = [1, 3, 5] if family == "jamba" else list(range(DENSE.get(family, 0), 6))
     assert [layer.id for layer in spec.layers] == expected
-    grouped = ("deepseek_v3", "deepseek_v32", "bailing_hybrid", "axk1", "beam")
+    grouped = ("deepseek_v3", "deepseek_v32", "bailing_hybrid", "axk1", "beam", "kimi_k25")
     assert {layer.num_groups for layer in spec.layers} == {8 if family in grouped else 1}
     assert {(layer.num_experts, layer.num_zero_experts) for layer in spec.layers} == {(8, int(family == "zaya"))}
 
@@ -278,6 +280,32 @@ def test_jamba_layers_come_in_a_period(layers, period, offset):
     config = MINIMAL["jamba"] | {"num_hidden_layers": layers, "expert_layer_period": period}
     expected = [layer for layer in range(layers) if layer % period == offset]
     assert expected == [] or ids(config | {"expert_layer_offset": offset}) == expected
+
+
+@given(st.integers(1, 12), st.lists(st.integers(0, 14), max_size=5), st.booleans())
+def test_step3p7_layers_are_numbers_in_a_list_or_in_a_text(layers, listed, as_text):
+    text = MINIMAL["step3p7"]["text_config"] | {"num_hidden_layers": layers}
+    enum = ",".join(map(str, listed)) if as_text else listed
+    expected = sorted({layer for layer in listed if layer < layers})
+    config = {"model_type": "step3p7", "text_config": text | {"moe_layers_enum": enum}}
+    if expected:
+        assert ids(config) == expected
+    else:
+        with pytest.raises(ImpossibleError, match="nothing to place"):
+            ids(config)
+
+
+@pytest.mark.parametrize("enum", ["3,four", 3, [1.5], [-1]])
+def test_step3p7_layers_that_make_no_sense_are_an_input_error(enum):
+    text = MINIMAL["step3p7"]["text_config"] | {"moe_layers_enum": enum}
+    with pytest.raises(InputError, match=r"config\.json has moe_layers_enum"):
+        ids({"model_type": "step3p7", "text_config": text})
+
+
+def test_mistral4_groups_by_a_sum_of_two_are_never_vacuous():
+    config = MINIMAL["mistral4"] | {"n_group": 4, "topk_group": 2}
+    layer = read_spec(config, "config.json").layers[0]
+    assert (layer.num_groups, layer.rule) == (4, "softmax, 2 of 4 groups")
 
 
 def test_nemotron_layers_are_the_letter_e_of_its_pattern():

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
+from smoe_profiles.capture.loading import LoadOptions, load_model
 from smoe_profiles.capture.points import capture_points, read_choice, router_input, router_logits
 from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.families.table import FAMILIES, Point
@@ -132,6 +132,7 @@ ROUTER = {"gate": "mlp.router", "weight": "mlp.router.weight"}
 V3 = partial(Case, partial(sigmoids, scale=2.5), bias=GATE_BIAS)
 V3_GROUPS = partial(Case, partial(sigmoids, scale=2.5, groups=(4, 2, 2)), bias=GATE_BIAS)
 QWEN3 = Case(softmax)
+TEXT = "model.language_model.layers"
 GRANITE = Case(of_the_chosen, gate="block_sparse_moe.router", weight="block_sparse_moe.router.weight")
 LLAMA4 = Case(each_sigmoid, k=1, gate="feed_forward.router", weight="feed_forward.router.weight")
 GEMMA4 = partial(
@@ -143,6 +144,7 @@ GEMMA4 = partial(
     kind="gemma",
     more={"factor": "router.per_expert_scale"},
 )
+INKLING = partial(Case, inkling, bias=GATE_BIAS, more={"scale": "mlp.gate.global_scale"})
 CASES = {
     "deepseek_v2": Case(partial(softmax, norm=False, scale=16.0)),
     "deepseek_v2_grouped": Case(partial(softmax, norm=False, scale=16.0, groups=(4, 2, 1)), k=3),
@@ -151,12 +153,16 @@ CASES = {
     "minimax": Case(softmax),
     "minimax_m2": Case(sigmoids, bias="mlp.e_score_correction_bias"),
     "minimax_m3_vl_text": Case(sigmoids, bias=GATE_BIAS, kind="rms of 1 + weight"),
+    "minimax_m3_vl": Case(sigmoids, bias=GATE_BIAS, kind="rms of 1 + weight", layers=TEXT),
     "phimoe": Case(sparsemixer, kind="layer", **ROUTER),
     "qwen2_moe": Case(partial(softmax, norm=False)),
     "qwen3_moe": QWEN3,
+    "qwen3_vl_moe": Case(softmax, layers=TEXT),
     "qwen3_next": Case(softmax, kind="rms of 1 + weight"),
     "qwen3_5_moe_text": Case(softmax, kind="rms of 1 + weight"),
     "qwen3_5_moe": Case(softmax, kind="rms of 1 + weight"),
+    "qwen4_exp_text": Case(softmax, norm="mlp_hyper_connection", kind="wide streams"),
+    "qwen4_exp": Case(softmax, norm="mlp_hyper_connection", kind="wide streams"),
     "olmoe": Case(partial(softmax, norm=False), k=3),
     "flex_olmo": Case(partial(softmax, norm=False), kind="none"),
     "mellum": QWEN3,
@@ -165,8 +171,11 @@ CASES = {
     "lara_mini": QWEN3,
     "deepseek_v3": V3_GROUPS(),
     "deepseek_v32": V3(),
+    "kimi_k25": V3_GROUPS(layers=TEXT),
+    "mistral4": Case(partial(softmax, scale=2.5, groups=(4, 2, 2))),
     "deepseek_v4": Case(partial(sqrt_softplus, scale=2.5), bias=GATE_BIAS, kind="streams"),
     "glm4_moe": V3_GROUPS(),
+    "glm4v_moe": V3(layers=TEXT),
     "glm4_moe_lite": V3(),
     "glm_moe_dsa": V3(),
     "dots1": V3(),
@@ -245,11 +254,21 @@ CASES = {
     "granitemoe_swa": GRANITE,
     "jetmoe": Case(of_the_chosen, gate="mlp.router", weight="mlp.router.layer.weight"),
     "aria_text": Case(of_the_chosen, **ROUTER),
+    "aria": Case(of_the_chosen, layers=TEXT, **ROUTER),
     "llama4_text": LLAMA4,
     "llama4": LLAMA4,
     "gemma4_text": GEMMA4(),
-    "gemma4": GEMMA4(layers="model.language_model.layers"),
-    "inkling_text": Case(inkling, bias=GATE_BIAS, more={"scale": "mlp.gate.global_scale"}),
+    "gemma4": GEMMA4(layers=TEXT),
+    "inkling_text": INKLING(),
+    "inkling_mm_model": INKLING(layers=TEXT),
+    "muse_spark": Case(
+        partial(scored, score=lambda logits: [sigmoid(0.1767766952966369 * logit) for logit in logits], scale=2.5),
+        bias=GATE_BIAS,
+        norm="pre_feedforward_layernorm",
+        kind="rms of 1 + weight",
+        layers=TEXT,
+    ),
+    "step3p7": Case(sigmoids, bias=GATE_BIAS, kind="rms of 1 + weight", layers=TEXT),
 }
 
 
@@ -284,10 +303,22 @@ def one_stream(layer, hidden):
     return (mix[..., None] * hidden).sum(-2)
 
 
+def one_of_wide_streams(path, layer, hidden):
+    """Hyper-connections whose streams lie side by side: each feature of each normed stream has a gate of low rank."""
+    module = layer.get_submodule(path)
+    streams = hidden.reshape(*hidden.shape[:-1], module.hc_count, -1)
+    flat = rms(streams, module.hc_norm.eps).reshape(hidden.shape) * (1 + value(module, "hc_norm.weight"))
+    inner = dense(module, "input_mix_weight_down", flat) / module.hc_count
+    gates = sigmoid(dense(module, "input_mix_weight_up", inner * sigmoid(inner)))
+    return (gates * flat).reshape(streams.shape).mean(-2)
+
+
 def normed(case: Case, layer, hidden):
     """What stands before the router, on [..., H] (or streams of it)."""
     if case.kind == "none":
         return hidden
+    if case.kind == "wide streams":
+        return one_of_wide_streams(case.norm, layer, hidden)
     if case.kind == "streams":
         hidden = one_stream(layer, hidden)
     module = layer.get_submodule(case.norm)
@@ -334,7 +365,7 @@ def runs(tiny):
 
 
 def run_once(name, model):
-    network = AutoModelForCausalLM.from_pretrained(model.local_folder(), dtype=torch.float32).eval()
+    network = load_model(model, LoadOptions("float32"))
     case = CASES[name]
     layers = {layer: network.get_submodule(case.layers)[layer] for layer in MOE_LAYERS[name]}
     seen = SimpleNamespace(model=model, network=network, layers=layers, gate={}, input={}, calls=[], choices={})
@@ -382,7 +413,7 @@ def by_hand(name, seen):
         logits, state = through_router(case, layer, hidden, state)
         options = {"bias": value(layer, case.bias)} if case.bias else {}
         options = {key: bias.reshape(-1) for key, bias in options.items() if bias is not None}
-        if name == "inkling_text":
+        if "scale" in case.more:
             options["scale"] = float(value(layer, case.more["scale"])[0])
         rows = [case.rule(list(row), case.k, **options) for row in logits.reshape(-1, logits.shape[-1])]
         if "factor" in case.more:
@@ -478,6 +509,30 @@ def test_identity_is_the_same_twice_and_another_when_a_router_weight_changes(nam
     tensors[disk.router_names(MOE_LAYERS[name][-1])[0]][-1, -1] += 1
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     assert not same_model(first, model_identity(find_model(str(copy))))
+
+
+def test_kimi_under_its_published_names_is_the_same_model(runs, tmp_path):
+    """transformers writes `blocks` where the published files say `layers`."""
+    seen = runs("kimi_k25")
+    copy = shutil.copytree(seen.model.local_folder(), tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    published = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensors[name] for name in tensors
+    }
+    assert published.keys() != tensors.keys()
+    save_file(published, copy / "model.safetensors", metadata={"format": "pt"})
+    model = find_model(str(copy))
+    assert same_model(model_identity(model), model_identity(seen.model))
+    held, expected = (network.state_dict() for network in (load_model(model, LoadOptions("float32")), seen.network))
+    assert all(held[name].equal(expected[name]) for name in expected)
+
+
+def test_a_model_no_class_of_transformers_loads_as_text_is_refused_by_its_folder(tiny, tmp_path):
+    copy = shutil.copytree(tiny("mixtral"), tmp_path / "copy")
+    model = find_model(str(copy))
+    (copy / "config.json").write_text('{"model_type": "siglip_vision_model"}')
+    with pytest.raises(ImpossibleError, match=r"transformers cannot load .*copy \(.*SiglipVisionConfig"):
+        load_model(model, LoadOptions("float32"))
 
 
 def test_a_skipped_token_of_zaya_is_the_zero_expert(runs):

@@ -136,10 +136,67 @@ _GEMMA4 = {
 }
 _QWEN3_5 = _TWO | _LINEAR | {"shared_expert_intermediate_size": 16}
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION = _VISION | {"num_heads": 2, "depth": 1, "out_hidden_size": HIDDEN, "num_position_embeddings": 16}
+_M3 = (
+    _LOCAL
+    | _KINDS
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "dense_intermediate_size": 24,
+        "shared_intermediate_size": 12,
+        "rotary_dim": 8,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+    }
+)
+_QWEN4 = (
+    _QWEN3_5
+    | _MIXED
+    | {
+        "num_hidden_layers": 3,
+        "hc_count": 4,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    }
+)
+_ARIA = {"num_hidden_layers": 2, "moe_num_experts": EXPERTS, "moe_topk": 2, "moe_num_shared_experts": 1}
+_INKLING = _KINDS | {
+    "num_hidden_layers": 3,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "head_dim": 16,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "d_rel": 4,
+    "rel_extent": 32,
+}
 
 _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
     "deepseek_v3": (_V3 | _MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}, [1, 2]),
     "deepseek_v32": (_V3 | _MLA | _INDEX | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, [1, 2]),
+    "kimi_k25": (
+        {
+            "text_config": _V3
+            | _MLA
+            | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+            "vision_config": _VISION,
+        },
+        [1, 2],
+    ),
+    "mistral4": (_V3 | _MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}, [1, 2]),
     "deepseek_v4": (
         _V3
         | _INDEX
@@ -164,17 +221,12 @@ _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
         [0, 1],
     ),
     "minimax_m2": (_LOCAL | {"head_dim": 16}, [0, 1]),
-    "minimax_m3_vl_text": (
-        _LOCAL
-        | _KINDS
-        | {
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "dense_intermediate_size": 24,
-            "shared_intermediate_size": 12,
-            "rotary_dim": 8,
-            "index_head_dim": 8,
-            "index_n_heads": 2,
+    "minimax_m3_vl_text": (_M3, [1, 2]),
+    "minimax_m3_vl": (
+        {
+            "text_config": _M3 | {"model_type": "minimax_m3_vl_text"},
+            "vision_config": _VISION | {"patch_size": 4, "image_size": 8},
+            "projector_hidden_size": 16,
         },
         [1, 2],
     ),
@@ -184,10 +236,27 @@ _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
     "qwen3_5_moe": (
         {
             "text_config": _QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
-            "vision_config": _VISION
-            | {"num_heads": 2, "depth": 1, "out_hidden_size": HIDDEN, "num_position_embeddings": 16},
+            "vision_config": _QWEN_VISION,
         },
         [0, 1],
+    ),
+    "qwen3_vl_moe": (
+        {
+            "text_config": _TWO
+            | {
+                "model_type": "qwen3_vl_moe_text",
+                "num_hidden_layers": 3,
+                "mlp_only_layers": [1],
+                "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]},
+            },
+            "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        },
+        [0, 2],
+    ),
+    "qwen4_exp_text": (_QWEN4, [0, 1, 2]),
+    "qwen4_exp": (
+        {"text_config": _QWEN4 | {"model_type": "qwen4_exp_text"}, "vision_config": _QWEN_VISION},
+        [0, 1, 2],
     ),
     "flex_olmo": ({"num_experts": EXPERTS, "num_experts_per_tok": 2, "num_hidden_layers": 2}, [0, 1]),
     "mellum": (_TWO, [0, 1]),
@@ -229,6 +298,18 @@ _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
         [1, 3],
     ),
     "glm4_moe": (_V3 | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "head_dim": 16}, [1, 2]),
+    "glm4v_moe": (
+        {
+            "text_config": _V3
+            | {
+                "model_type": "glm4v_moe_text",
+                "head_dim": 16,
+                "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+            },
+            "vision_config": _VISION | {"num_heads": 2, "depth": 1, "out_hidden_size": HIDDEN},
+        },
+        [1, 2],
+    ),
     "glm4_moe_lite": (_V3 | _MLA, [1, 2]),
     "glm_moe_dsa": (_V3 | _MLA | _INDEX | {"first_k_dense_replace": 1}, [1, 2]),
     "ernie4_5_moe": (
@@ -322,8 +403,13 @@ _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
         [1, 4],
     ),
     "jetmoe": (_LOCAL | {"kv_channels": 16}, [0, 1]),
-    "aria_text": (
-        {"num_hidden_layers": 2, "moe_num_experts": EXPERTS, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "aria_text": (_ARIA, [0, 1]),
+    "aria": (
+        {
+            "text_config": _ARIA | {"model_type": "aria_text"},
+            "vision_config": _VISION | {"model_type": "idefics3_vision", "image_size": 8, "patch_size": 4},
+            "projector_patch_to_query_dict": {4: 4},
+        },
         [0, 1],
     ),
     "afmoe": (_THREE | {"num_dense_layers": 1, "route_scale": 1.5}, [1, 2]),
@@ -366,22 +452,59 @@ _FAMILIES: dict[str, tuple[dict[str, object], list[int]]] = {
         [0, 1],
     ),
     "beam": (_THREE | _KINDS | {"n_group": 4, "topk_group": 2}, [1, 2]),
-    "inkling_text": (
-        _KINDS
-        | {
-            "num_hidden_layers": 3,
-            "n_routed_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 12,
-            "head_dim": 16,
-            "swa_num_attention_heads": 2,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 16,
-            "d_rel": 4,
-            "rel_extent": 32,
+    "inkling_text": (_INKLING, [1, 2]),
+    "inkling_mm_model": (
+        {
+            "text_config": _INKLING | {"model_type": "inkling_text"},
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+            },
+            "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
         },
         [1, 2],
+    ),
+    "muse_spark": (
+        {
+            "text_config": _LOCAL
+            | _KINDS
+            | {
+                "model_type": "muse_spark_text",
+                "num_hidden_layers": 3,
+                "head_dim": 16,
+                "moe_intermediate_size": 12,
+                "moe_hidden_size": 16,
+                "routed_scaling_factor": 2.5,
+            },
+            "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4},
+            "audio_config": {
+                "patch_sizes": [2],
+                "hidden_sizes": [8],
+                "depths": [1],
+                "num_hidden_layers": 1,
+                "out_hidden_size": HIDDEN,
+            },
+            "out_hidden_size": 64,
+            "projector_hidden_size": 16,
+        },
+        [1, 2],
+    ),
+    "step3p7": (
+        {
+            "text_config": _THREE
+            | {
+                "model_type": "step3p5",
+                "n_routed_experts": EXPERTS,
+                "moe_layers_enum": "0,2",
+                "share_expert_dim": 12,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "sliding_window": 16,
+            },
+            "vision_config": _VISION | {"image_size": 8, "patch_size": 4},
+        },
+        [0, 2],
     ),
     "kolibri1": (
         _TWO | {"shared_expert_intermediate_size": 12, "layer_types": ["sliding_attention", "full_attention"]},
@@ -405,7 +528,12 @@ def installed(names: Iterable[str]) -> list[str]:
 def build_model(name: str, folder: Path, *, seed: int = 0, **save: object) -> Path:
     """Write a checkpoint of FAMILY_CONFIGS[name] with its tokenizer into `folder`; `save` goes to save_pretrained."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -413,8 +541,10 @@ def build_model(name: str, folder: Path, *, seed: int = 0, **save: object) -> Pa
     model_type, wrapped = config.pop("model_type"), "text_config" in config
     config = config | {"text_config": _COMMON | config["text_config"]} if wrapped else _COMMON | config
     torch.manual_seed(seed)
-    kind = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
-    model = kind.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
+    made = AutoConfig.for_model(model_type, **config)
+    text_alone = not wrapped and type(made) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForCausalLM if text_alone else AutoModelForImageTextToText
+    model = kind.from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -64,7 +64,6 @@ def _text(content: Any) -> str:
 
 def load_model(model: Model, options: LoadOptions) -> torch.nn.Module:
     """The model in evaluation mode. Raises MachineError when memory, a device or a package is short."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -76,7 +75,7 @@ def load_model(model: Model, options: LoadOptions) -> torch.nn.Module:
     elif options.device_map:
         placement["device_map"] = options.device_map
     try:
-        loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        loaded: torch.nn.Module = _auto_class(model).from_pretrained(
             model.local_folder(), dtype=options.dtype, local_files_only=True, **placement
         )
         if not placement:
@@ -94,3 +93,21 @@ def load_model(model: Model, options: LoadOptions) -> torch.nn.Module:
             raise MachineError("spreading a model over devices needs accelerate; pip install accelerate.") from error
         raise ImpossibleError(f"transformers cannot load {model.local_folder()} ({error}).") from error
     return loaded.eval()
+
+
+def _auto_class(model: Model) -> Any:
+    """The class that loads a model's text part: of text alone, or of images and text where there is no other.
+
+    A model that neither knows is left to the first, whose error says so.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    config = type(AutoConfig.from_pretrained(model.local_folder(), local_files_only=True))
+    with_images = config not in MODEL_FOR_CAUSAL_LM_MAPPING and config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM

@@ -103,14 +103,14 @@ def _chosen(point: CapturePoint, output: Any) -> tuple[Tensor | None, Tensor | N
 def router_input(point: CapturePoint, hidden: Tensor) -> Tensor:
     """What the router would be given if the layer had no attention: [T, width] float32.
 
-    hidden: the decoder layer's first input, [B, S, H] ([B, S, streams, H] where a model keeps several). It passes the
-    norm that stands before the router.
+    hidden: the decoder layer's first input, [B, S, H] ([B, S, streams, H] or [B, S, streams * H] where a model keeps
+    several). It passes the norm that stands before the router.
     """
     family, layer = point.family, point.decoder_layer
     for path in family.before_router:
         module = layer.get_submodule(path)
         found = module(hidden.to(next((weight.dtype for weight in module.parameters()), hidden.dtype)))
-        hidden = found[-1] if isinstance(found, tuple) else found
+        hidden = found[family.hidden_at] if isinstance(found, tuple) else found
     if family.router_scale:
         hidden = hidden * layer.get_parameter(family.router_scale) * hidden.shape[-1] ** -0.5
     return hidden.float().reshape(-1, hidden.shape[-1])

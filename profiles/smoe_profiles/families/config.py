@@ -131,6 +131,18 @@ def _first_dense(read: _Reader, num_layers: int) -> list[int]:
     return [layer for layer in range(first, num_layers) if layer % every == 0]
 
 
+def _enumerated(read: _Reader, num_layers: int) -> list[int]:
+    """Kinds listed layer by layer, or the numbers of the MoE layers: a list, or a text with commas between them."""
+    numbers = read.get("moe_layers_enum")
+    if numbers is None or read.get("mlp_layer_types") is not None:
+        return _first_dense(read, num_layers)
+    if isinstance(numbers, str):
+        numbers = [int(part) if part.strip().isdigit() else part for part in numbers.split(",") if part.strip()]
+    if not isinstance(numbers, list):
+        raise InputError(f"{read.where} has moe_layers_enum = {numbers!r}; a list of layer numbers was expected.")
+    return sorted({read.check("moe_layers_enum", layer, least=0) for layer in numbers} & set(range(num_layers)))
+
+
 def _sparse_step(read: _Reader, num_layers: int) -> list[int]:
     step = read.whole("decoder_sparse_step", 1)
     dense = read.listed("mlp_only_layers", None)
@@ -170,6 +182,7 @@ def _block_types(read: _Reader, num_layers: int) -> list[int]:
 LAYER_RULES: dict[str, Callable[[_Reader, int], list[int]]] = {
     "all": _all_layers,
     "first_dense": _first_dense,
+    "enumerated": _enumerated,
     "sparse_step": _sparse_step,
     "interleaved": _interleaved,
     "interval": _interval,

@@ -67,8 +67,8 @@ class Family:
     left_padding: False where generating over padding on the left changes what the tokens attend.
     zero_by_weight: the one zero expert arrives as id 0 with weight 0.
     memory_router: the router tensors' names in the block, where they are not those on disk.
-    before_router: what the layer's input runs through before the router's weight, of modules in a decoder layer;
-    of a module that returns several tensors the last is taken.
+    before_router: what the layer's input runs through before the router's weight, of modules in a decoder layer.
+    hidden_at: which tensor to take of such a module's several.
     router_bias: a bias of the logits themselves. router_scale: a factor [H] of the router's input, besides H ** -0.5.
     """
 
@@ -105,6 +105,7 @@ class Family:
     zero_by_weight: bool = False
     memory_router: tuple[str, ...] = ()
     before_router: tuple[str, ...] = ("post_attention_layernorm",)
+    hidden_at: int = -1
     router_bias: str = ""
     router_scale: str = ""
 
@@ -122,9 +123,14 @@ W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 FUSED: tuple[str, ...] = ()
 MLP = "model.layers.{layer}.mlp"
 SPARSE = "model.layers.{layer}.block_sparse_moe"
+TEXT_MLP = "model.language_model.layers.{layer}.mlp"
 FEED_FORWARD = "model.layers.{layer}.feed_forward"
+TEXT_EMBEDDING = "model.language_model.embed_tokens.weight"
+OLD_TEXT_EMBEDDING = "language_model.model.embed_tokens.weight"
+TEXT_LAYERS = "language_model.layers"
 GATE = ("gate.weight",)
 GATE_BIAS = ("gate.weight", "gate.e_score_correction_bias")
+BIAS_IN_BLOCK = ("gate.weight", "e_score_correction_bias")
 SHARED = ("shared_experts.",)
 SHARED_GATED = ("shared_expert.", "shared_expert_gate.")
 NUM_EXPERTS = ("num_experts", "num_local_experts")
@@ -134,9 +140,18 @@ CHOSEN_ONLY = "softmax of the chosen"
 SIGMOID_BIAS = "sigmoid + bias"
 
 MIXTRAL = Family("mixtral", (Disk(SPARSE, GATE, W1_W3_W2),), NUM_LOCAL_EXPERTS, "softmax")
+MINIMAX_M3 = Family(
+    "minimax_m3_vl_text", (Disk(MLP, GATE_BIAS, FUSED, SHARED),), NUM_LOCAL_EXPERTS, SIGMOID_BIAS, "first_dense"
+)
 QWEN2 = Family("qwen2_moe", (Disk(MLP, GATE, GATE_UP_DOWN, SHARED_GATED),), NUM_EXPERTS, "softmax", "sparse_step")
 QWEN3 = replace(QWEN2, model_type="qwen3_moe", disk=(Disk(MLP, GATE, GATE_UP_DOWN),))
 QWEN3_5 = replace(QWEN2, model_type="qwen3_5_moe_text", layer_rule="all")
+QWEN4 = replace(
+    QWEN3_5,
+    model_type="qwen4_exp_text",
+    before_router=("mlp_hyper_connection",),  # the layer's input holds several streams, mixed into one
+    hidden_at=0,
+)
 OLMOE = replace(QWEN3, model_type="olmoe", layer_rule="all")
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
@@ -168,6 +183,16 @@ GRANITE = Family(
     memory_block="block_sparse_moe",
     memory_router=("router.weight",),
 )
+ARIA = Family(
+    "aria_text",
+    (Disk(MLP, ("router.weight",), FUSED, SHARED),),
+    ("moe_num_experts",),
+    CHOSEN_ONLY,
+    top_k_keys=("moe_topk",),
+    # Up to 5.17 its experts are handed the logits and choose for themselves.
+    watched="router",
+    point=Point.ROUTER_OUTPUT,
+)
 LLAMA4 = Family(
     "llama4_text",
     (Disk(FEED_FORWARD, ("router.weight",), FUSED),),
@@ -192,6 +217,15 @@ GEMMA4 = Family(
     before_router=("router.norm",),
     router_scale="router.scale",
 )
+INKLING = Family(
+    "inkling_text",
+    (Disk(MLP, GATE_BIAS, FUSED, SHARED),),
+    N_ROUTED_EXPERTS,
+    SIGMOID_BIAS,
+    "first_dense",
+    dense_keys=("dense_mlp_idx",),
+    router_tail_key="n_shared_experts",
+)
 
 ROWS = (
     MIXTRAL,
@@ -199,34 +233,42 @@ ROWS = (
     replace(
         MIXTRAL,
         model_type="minimax_m2",
-        disk=(Disk(SPARSE, ("gate.weight", "e_score_correction_bias"), W1_W3_W2),),
+        disk=(Disk(SPARSE, BIAS_IN_BLOCK, W1_W3_W2),),
         rule=SIGMOID_BIAS,
     ),
-    Family(
-        "minimax_m3_vl_text",
-        (Disk(MLP, GATE_BIAS, FUSED, SHARED),),
-        NUM_LOCAL_EXPERTS,
-        SIGMOID_BIAS,
-        "first_dense",
+    MINIMAX_M3,
+    replace(
+        MINIMAX_M3,
+        model_type="minimax_m3_vl",
+        nested="text_config",
+        disk=(Disk(f"language_model.{SPARSE}", BIAS_IN_BLOCK, W1_W3_W2, SHARED, OLD_TEXT_EMBEDDING),),
+        layers=TEXT_LAYERS,
+        memory_router=GATE_BIAS,
     ),
     replace(MIXTRAL, model_type="phimoe", rule="sparsemixer", memory_router=("router.weight",)),
     QWEN2,
     QWEN3,
+    replace(
+        QWEN3,
+        model_type="qwen3_vl_moe",
+        nested="text_config",
+        disk=(Disk(TEXT_MLP, GATE, FUSED, (), TEXT_EMBEDDING),),
+        layers=TEXT_LAYERS,
+    ),
     replace(QWEN2, model_type="qwen3_next"),
     QWEN3_5,
     replace(
         QWEN3_5,
         model_type="qwen3_5_moe",
         nested="text_config",
-        disk=(
-            Disk(
-                "model.language_model.layers.{layer}.mlp",
-                GATE,
-                GATE_UP_DOWN,
-                SHARED_GATED,
-                "model.language_model.embed_tokens.weight",
-            ),
-        ),
+        disk=(Disk(TEXT_MLP, GATE, GATE_UP_DOWN, SHARED_GATED, TEXT_EMBEDDING),),
+    ),
+    QWEN4,
+    replace(
+        QWEN4,
+        model_type="qwen4_exp",
+        nested="text_config",
+        disk=(Disk(TEXT_MLP, GATE, GATE_UP_DOWN, SHARED_GATED, TEXT_EMBEDDING),),
     ),
     OLMOE,
     replace(OLMOE, model_type="flex_olmo", before_router=()),
@@ -244,6 +286,25 @@ ROWS = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     replace(DEEPSEEK_V3, model_type="deepseek_v32"),
+    replace(
+        DEEPSEEK_V3,
+        model_type="kimi_k25",
+        nested="text_config",
+        disk=(
+            Disk(f"language_model.{MLP}", GATE_BIAS, GATE_UP_DOWN, SHARED, OLD_TEXT_EMBEDDING),
+            # As transformers writes it, whose rename for the vision tower's blocks catches the layers too.
+            Disk("language_model.model.blocks.{layer}.mlp", GATE_BIAS, GATE_UP_DOWN, SHARED, OLD_TEXT_EMBEDDING),
+        ),
+        layers=TEXT_LAYERS,
+    ),
+    replace(
+        DEEPSEEK_V3,
+        model_type="mistral4",
+        disk=(Disk(MLP, GATE, FUSED, SHARED),),
+        rule="softmax",
+        dense_first=0,
+        group_defaults=(1, 1),
+    ),
     Family(
         "deepseek_v4",
         (
@@ -260,6 +321,13 @@ ROWS = (
         left_padding=False,  # its compressed attention counts blocks from the first position, padding included
     ),
     GLM4,
+    replace(
+        GLM4,
+        model_type="glm4v_moe",
+        nested="text_config",
+        disk=(Disk(TEXT_MLP, GATE_BIAS, GATE_UP_DOWN, SHARED, TEXT_EMBEDDING),),
+        layers=TEXT_LAYERS,
+    ),
     replace(GLM4, model_type="glm4_moe_lite"),
     replace(GLM4, model_type="glm_moe_dsa", dense_first=3),
     replace(GLM4, model_type="dots1", dense_first=0),
@@ -304,7 +372,7 @@ ROWS = (
     replace(
         GLM4,
         model_type="exaone_moe",
-        disk=(Disk(MLP, ("gate.weight", "e_score_correction_bias"), GATE_UP_DOWN, SHARED),),
+        disk=(Disk(MLP, BIAS_IN_BLOCK, GATE_UP_DOWN, SHARED),),
         experts_keys=NUM_EXPERTS,
         memory_router=GATE_BIAS,
     ),
@@ -338,7 +406,7 @@ ROWS = (
         SIGMOID_BIAS,
         "first_dense",
         dense_first=1,
-        memory_router=("gate.weight", "e_score_correction_bias"),
+        memory_router=BIAS_IN_BLOCK,
     ),
     Family(
         "afmoe",
@@ -466,61 +534,74 @@ ROWS = (
         point=Point.ROUTER_OUTPUT,
         logits_at=4,
     ),
-    Family(
-        "aria_text",
-        (Disk(MLP, ("router.weight",), FUSED, SHARED),),
-        ("moe_num_experts",),
-        CHOSEN_ONLY,
-        top_k_keys=("moe_topk",),
-        # Up to 5.17 its experts are handed the logits and choose for themselves.
-        watched="router",
-        point=Point.ROUTER_OUTPUT,
+    ARIA,
+    replace(
+        ARIA,
+        model_type="aria",
+        nested="text_config",
+        disk=(Disk(f"language_model.{MLP}", ("router.weight",), FUSED, SHARED, OLD_TEXT_EMBEDDING),),
+        layers=TEXT_LAYERS,
     ),
     LLAMA4,
     replace(
         LLAMA4,
         model_type="llama4",
         nested="text_config",
-        disk=(
-            Disk(
-                f"language_model.{FEED_FORWARD}",
-                ("router.weight",),
-                FUSED,
-                (),
-                "language_model.model.embed_tokens.weight",
-            ),
-        ),
+        disk=(Disk(f"language_model.{FEED_FORWARD}", ("router.weight",), FUSED, (), OLD_TEXT_EMBEDDING),),
     ),
     GEMMA4,
     replace(
         GEMMA4,
         model_type="gemma4",
         nested="text_config",
+        disk=(Disk("model.language_model.layers.{layer}", GEMMA4.disk[0].router, FUSED, (), TEXT_EMBEDDING),),
+        layers=TEXT_LAYERS,
+    ),
+    INKLING,
+    replace(
+        INKLING,
+        model_type="inkling_mm_model",
+        nested="text_config",
         disk=(
-            Disk(
-                "model.language_model.layers.{layer}",
-                GEMMA4.disk[0].router,
-                FUSED,
-                (),
-                "model.language_model.embed_tokens.weight",
-            ),
+            Disk("model.llm.layers.{layer}.mlp", ("gate.weight", "gate.bias"), FUSED, SHARED, "model.llm.embed.weight"),
         ),
-        layers="language_model.layers",
+        layers=TEXT_LAYERS,
+        memory_router=GATE_BIAS,
     ),
     Family(
-        "inkling_text",
-        (Disk(MLP, GATE_BIAS, FUSED, SHARED),),
-        N_ROUTED_EXPERTS,
+        "muse_spark",
+        (
+            Disk(
+                TEXT_MLP,
+                GATE_BIAS,
+                FUSED,
+                ("pre_expert_proj.", "pre_expert_norm.", "post_expert_proj."),
+                TEXT_EMBEDDING,
+            ),
+        ),
+        NUM_LOCAL_EXPERTS,
         SIGMOID_BIAS,
         "first_dense",
-        dense_keys=("dense_mlp_idx",),
-        router_tail_key="n_shared_experts",
+        nested="text_config",
+        layers=TEXT_LAYERS,
+        before_router=("pre_feedforward_layernorm",),
+    ),
+    Family(
+        "step3p7",
+        (Disk("model.layers.{layer}.moe", ("gate.weight", "router_bias"), FUSED),),
+        ("moe_num_experts", "n_routed_experts", "num_local_experts"),
+        SIGMOID_BIAS,
+        "enumerated",
+        nested="text_config",
+        top_k_keys=("moe_top_k", "num_experts_per_tok"),
+        dense_first=3,
+        layers=TEXT_LAYERS,
+        memory_router=GATE_BIAS,
     ),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ROWS}
 
-NO_TEXT_CLASS = "AutoModelForCausalLM of transformers does not load it"
 REFUSED: dict[str, str] = {
     "switch_transformers": "its experts drop tokens beyond a capacity, so the choice is not the token's alone",
     "nllb-moe": "its experts drop tokens beyond a capacity, and it is an encoder and a decoder",
@@ -529,15 +610,6 @@ REFUSED: dict[str, str] = {
     "qwen3_omni_moe": "thinker and talker have a stack of experts each",
     "dots3_note": "text and vision tokens have a stack of experts each",
     "vitpose": "its experts lie in a vision tower",
-    "mistral4": NO_TEXT_CLASS,
-    "muse_spark": NO_TEXT_CLASS,
-    "muse_spark_text": NO_TEXT_CLASS,
-    "qwen3_vl_moe": NO_TEXT_CLASS,
-    "glm4v_moe": NO_TEXT_CLASS,
-    "minimax_m3_vl": NO_TEXT_CLASS,
-    "kimi_k25": NO_TEXT_CLASS,
-    "aria": NO_TEXT_CLASS,
-    "inkling_mm_model": NO_TEXT_CLASS,
-    "step3p7": NO_TEXT_CLASS,
+    "muse_spark_text": "transformers loads it only inside muse_spark",
 }
 """MoE models that cannot be a row, and why."""
