@@ -1,33 +1,47 @@
-"""Tables contracted to ranks: what the run time will look up, refitted on fit and validation together.
+"""Tables contracted to ranks: what the run time will look up, and which predictor it should trust layer by layer.
 
-Axes: V vocabulary, G ranks, N sample rows, K experts a token.
+Axes: V vocabulary, G ranks, N rows, K experts a token. Everything is chosen on validation rows with tables of the fit
+part; what is served is then refitted on both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.placement import LayerRuntime, Placement
-from smoe_profiles.tables import Samples, Tables
+from smoe_cli.placement import Placement
+from smoe_profiles.gates import GateRecord, GateRows, gate_record
+from smoe_profiles.tables import FIT_PARTS, Tables
+from smoe_profiles.trace import ExpertIds, TraceLayer
 from smoe_solvers.assignment import assign_exact
 from smoe_solvers.figures import quota
+from smoe_solvers.linear import choose_ridge
 from smoe_solvers.predictors import (
+    FUSED,
+    Context,
+    LayerPredictors,
     TokenChoice,
+    choose_temperature,
+    fit_fusion,
+    linear_logits,
     local_counts,
     markov_tables,
     popularity_by_rank,
     quantise,
     rank_counts,
     rank_labels,
+    score,
+    token_scores,
     token_table,
 )
 
 PSEUDO_CHOICES = (1.0, 2.0, 4.0, 8.0, 16.0)
 UNSEEN_CHOICES = ("neighbour", "popularity")
+JUDGED_BLOCK = 1024
 
-FloatArray = npt.NDArray[np.float64]
+Labels = npt.NDArray[np.uint8]
 
 
 def choose_smoothing(tables: Tables, placement: Placement) -> TokenChoice:
@@ -46,40 +60,110 @@ def choose_smoothing(tables: Tables, placement: Placement) -> TokenChoice:
         )
         share = popularity_by_rank(tables.statistics(layer)["popularity"][0], to_rank, placement.num_ranks)
         local = local_counts(samples.experts, to_rank, placement.num_ranks)
+        backed_off = markov_tables(None, None, local, layer.top_k)
         for number, choice in enumerate(choices):
             table = quantise(token_table(activations, share, neighbour, layer.top_k, choice), layer.top_k)
-            kept[number] += _local_activations(table, samples, local) / samples.experts.size
+            scores = token_scores(LayerPredictors(table, backed_off), Context(samples.token_id))
+            kept[number] += kept_local(scores, local, samples.block_start) / samples.experts.size
     return choices[int(kept.argmax())]
 
 
-def _local_activations(table: npt.NDArray[np.uint8], samples: Samples, local: npt.NDArray[np.int32]) -> int:
-    """Activations kept local by an exact assignment on the table's scores. table: [V, G]; local: [N, G]."""
+def kept_local(scores: npt.NDArray[np.uint8], local: npt.NDArray[np.int32], block_start: npt.NDArray[np.int64]) -> int:
+    """Activations kept local by an exact assignment on the scores, block by block. scores, local: [N, G]."""
     total = 0
-    for start, stop in pairwise(samples.block_start):
-        rank = assign_exact(table[samples.token_id[start:stop]], quota(int(stop - start), local.shape[1]))
+    for start, stop in pairwise(block_start):
+        rank = assign_exact(scores[start:stop], quota(int(stop - start), local.shape[1]))
         total += int(local[np.arange(start, stop), rank].sum())
     return total
 
 
-def contract_tables(tables: Tables, placement: Placement, choice: TokenChoice) -> Iterator[LayerRuntime]:
-    """Each layer's run-time tables for a placement, in order, one layer in memory at a time."""
-    _, neighbour = tables.vocabulary()
-    ranks = placement.num_ranks
-    labels: list[npt.NDArray[np.uint8]] = []
-    samples = zip(tables.samples("fit"), tables.samples("validation"), strict=True)
-    for index, (layer, (fit, validation)) in enumerate(zip(tables.layers, samples, strict=True)):
-        to_rank = placement.expert_to_rank[index]
-        counts = tables.counts(layer)
-        activations = rank_counts((counts.token_id, counts.expert, counts.count), len(neighbour), to_rank, ranks)
-        share = popularity_by_rank(tables.statistics(layer)["popularity"].sum(axis=0), to_rank, ranks)
-        table = token_table(activations, share, neighbour, layer.top_k, choice)
-        experts = np.concatenate([fit.experts, validation.experts])
-        before = labels[-2:]
-        markov = markov_tables(
-            before[0] if len(before) == 2 else None,
-            before[-1] if before else None,
-            local_counts(experts, to_rank, ranks),
-            layer.top_k,
+@dataclass(frozen=True)
+class _Judged:
+    """Validation rows of one layer: the early gate's sample where there is one, else the tables' sample blocks."""
+
+    token_id: npt.NDArray[np.uint32]
+    experts: ExpertIds
+    block_start: npt.NDArray[np.int64]
+    gate: GateRows | None
+
+
+def _judged_rows(tables: Tables, record: GateRecord | None) -> Iterator[_Judged]:
+    if record is None:
+        for samples in tables.samples("validation"):
+            yield _Judged(samples.token_id, samples.experts, samples.block_start, None)
+        return
+    token_id = record.token_id("validation")
+    edges = np.append(np.arange(0, len(token_id), JUDGED_BLOCK), len(token_id)).astype(np.int64)
+    for layer in tables.layers:
+        rows = record.rows(layer, "validation")
+        yield _Judged(token_id, rows.experts, edges, rows)
+
+
+def contract_tables(tables: Tables, placement: Placement, choice: TokenChoice) -> Iterator[LayerPredictors]:
+    """Each layer's predictors for a placement, in order, one layer in memory at a time."""
+    record = gate_record(tables.artefact.path)
+    samples = zip(tables.samples("fit"), tables.samples("validation"), _judged_rows(tables, record), strict=True)
+    walks: tuple[list[Labels], list[Labels], list[Labels]] = ([], [], [])
+    for index, (layer, (fit, validation, judged)) in enumerate(zip(tables.layers, samples, strict=True)):
+        to_rank, ranks = placement.expert_to_rank[index], placement.num_ranks
+        groups = fit.experts, np.concatenate([fit.experts, validation.experts]), judged.experts
+        fitted, served = (
+            LayerPredictors(
+                _token_rows(tables, layer, parts, to_rank, ranks, choice),
+                markov_tables(*_last_two(labels), local_counts(experts, to_rank, ranks), layer.top_k),
+            )
+            for parts, labels, experts in ((FIT_PARTS[:1], walks[0], groups[0]), (FIT_PARTS, walks[1], groups[1]))
         )
-        labels.append(rank_labels(experts, to_rank, ranks))
-        yield LayerRuntime(quantise(table, layer.top_k), markov)
+        two, one = _last_two(walks[2])
+        sums = record.sums(layer) if record else None
+        tuned = _tune(fitted, judged, sums, Context(judged.token_id, two, one), to_rank, layer.top_k)
+        for labels, experts in zip(walks, groups, strict=True):
+            labels.append(rank_labels(experts, to_rank, ranks))
+        yield replace(tuned, token=served.token, markov=served.markov)
+
+
+def _last_two(labels: Sequence[Labels]) -> tuple[Labels | None, Labels | None]:
+    return labels[-2] if len(labels) > 1 else None, labels[-1] if labels else None
+
+
+def _token_rows(
+    tables: Tables,
+    layer: TraceLayer,
+    parts: Sequence[str],
+    to_rank: npt.NDArray[np.int32],
+    ranks: int,
+    choice: TokenChoice,
+) -> npt.NDArray[np.uint8]:
+    """The token table [V, G] of some parts."""
+    _, neighbour = tables.vocabulary()
+    counts = tables.counts(layer, parts)
+    activations = rank_counts((counts.token_id, counts.expert, counts.count), len(neighbour), to_rank, ranks)
+    popularity = tables.statistics(layer)["popularity"][: len(parts)].sum(axis=0)
+    share = popularity_by_rank(popularity, to_rank, ranks)
+    return quantise(token_table(activations, share, neighbour, layer.top_k, choice), layer.top_k)
+
+
+def _tune(
+    layer: LayerPredictors,
+    judged: _Judged,
+    sums: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None,
+    context: Context,
+    to_rank: npt.NDArray[np.int32],
+    top_k: int,
+) -> LayerPredictors:
+    """Fit temperatures, the linear map and the mix on validation rows, and choose what keeps most activations local."""
+    local = local_counts(judged.experts, to_rank, layer.token.shape[1])
+    if judged.gate is not None and sums is not None:
+        context = replace(context, early=judged.gate.early, features=judged.gate.features)
+        early = choose_temperature(judged.gate.early, local, to_rank, top_k)
+        _, weights = choose_ridge(*sums, judged.gate.features, judged.gate.truth)
+        layer = replace(layer, early_temperature=early, linear=weights.astype(np.float32))
+        predicted = linear_logits(layer, context)
+        layer = replace(layer, linear_temperature=choose_temperature(predicted, local, to_rank, top_k))
+    scores = {part: score(layer, part, context, to_rank, top_k) for part in layer.available() if part in FUSED}
+    layer = replace(layer, fusion=fit_fusion([scores.get(part) for part in FUSED], local, top_k))
+    kept = {
+        part: kept_local(score(layer, part, context, to_rank, top_k), local, judged.block_start)
+        for part in layer.available()
+    }
+    return replace(layer, chosen=max(kept, key=lambda part: kept[part]))

@@ -18,11 +18,14 @@ from smoe_profiles.models import map_hash
 from smoe_profiles.tables import load_arrays, save_arrays
 from smoe_profiles.tensors import read_shard
 from smoe_solvers.choices import Predictor
-from smoe_solvers.predictors import SCORE_MAX, MarkovTables, TokenChoice
+from smoe_solvers.predictors import SCORE_MAX, LayerPredictors, MarkovTables, TokenChoice
 
 RUNTIME_VERSION = 1
 RUNTIME = "runtime.safetensors"
 PLACEMENT_FILE = "placement.parquet"
+STORED: list[Predictor] = [predictor for predictor in Predictor if predictor is not Predictor.SELECTED]
+"""The predictors that `predictor` numbers."""
+
 ASSIGNMENT_RULE = "regret-rounds+exchange/1"
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -44,14 +47,6 @@ class Placement:
     @property
     def map_sha256(self) -> str:
         return map_hash(self.physical_to_logical)
-
-
-@dataclass(frozen=True)
-class LayerRuntime:
-    """One layer's tables contracted to ranks. token: [V, G] u8; markov: the paper's A."""
-
-    token: UInt8Array
-    markov: MarkovTables
 
 
 def write_placement(path: Path, placement: Placement) -> None:
@@ -101,7 +96,7 @@ def read_placement(artefact: Artefact) -> Placement:
 def write_runtime(
     path: Path,
     placement: Placement,
-    layers: list[LayerRuntime],
+    layers: list[LayerPredictors],
     *,
     top_k: int,
     choice: TokenChoice,
@@ -120,8 +115,14 @@ def write_runtime(
         "markov2_scores": np.stack([layer.markov.two for layer in layers]),
         "markov1_scores": np.stack([layer.markov.one for layer in layers]),
         "popularity": np.stack([layer.markov.none for layer in layers]),
-        "predictor": np.zeros(len(layers), np.uint8),
+        "predictor": np.array([STORED.index(layer.chosen) for layer in layers], np.uint8),
+        "fusion.weights": np.array([layer.fusion for layer in layers], np.float32),
     }
+    maps = [layer.linear for layer in layers if layer.linear is not None]
+    if len(maps) == len(layers):
+        arrays["linear.weight"] = np.stack(maps).astype(np.float32)
+        arrays["linear.temperature"] = np.array([layer.linear_temperature for layer in layers], np.float32)
+        arrays["early.temperature"] = np.array([layer.early_temperature for layer in layers], np.float32)
     metadata = {
         "format_version": str(RUNTIME_VERSION),
         "layout": layout,
@@ -130,7 +131,7 @@ def write_runtime(
         "vocab_size": str(token.shape[1]),
         "score_scale": repr(SCORE_MAX / top_k),
         "assignment": ASSIGNMENT_RULE,
-        "predictors": json.dumps([Predictor.TOKEN.value]),
+        "predictors": json.dumps(STORED),
         "token_table": json.dumps({"pseudo": choice.pseudo, "unseen": choice.unseen}, sort_keys=True),
         "model": json.dumps(model, sort_keys=True),
     }
@@ -148,9 +149,21 @@ def read_runtime(artefact: Artefact) -> tuple[dict[str, npt.NDArray[np.generic]]
     return load_arrays(path), metadata
 
 
-def layer_runtime(arrays: dict[str, npt.NDArray[np.generic]], index: int) -> LayerRuntime:
-    """One layer's tables out of `read_runtime`'s arrays."""
+def layer_predictors(
+    arrays: dict[str, npt.NDArray[np.generic]], metadata: dict[str, str], index: int
+) -> LayerPredictors:
+    """One layer's tables out of what `read_runtime` returns."""
     markov = MarkovTables(
         *(arrays[name][index].astype(np.uint8) for name in ("markov2_scores", "markov1_scores", "popularity"))
     )
-    return LayerRuntime(arrays["token_scores"][index].astype(np.uint8), markov)
+    names = json.loads(metadata["predictors"])
+    mapped = "linear.weight" in arrays
+    return LayerPredictors(
+        token=arrays["token_scores"][index].astype(np.uint8),
+        markov=markov,
+        early_temperature=float(arrays["early.temperature"].astype(np.float64)[index]) if mapped else 0.0,
+        linear_temperature=float(arrays["linear.temperature"].astype(np.float64)[index]) if mapped else 0.0,
+        linear=arrays["linear.weight"][index].astype(np.float32) if mapped else None,
+        fusion=tuple(float(weight) for weight in arrays["fusion.weights"].astype(np.float64)[index]),
+        chosen=Predictor(names[int(arrays["predictor"].astype(np.int64)[index])]),
+    )

@@ -19,7 +19,7 @@ def evaluate(
     ] = None,
     placement: PlacementOption = None,
     predictor: Annotated[
-        list[Predictor] | None, typer.Option("--predictor", help="token (default), markov, paper; repeatable.")
+        list[Predictor] | None, typer.Option("--predictor", help="Where scores come from; default: token; repeatable.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens in a batch.")] = 1024,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Use the first so many rows.")] = None,

@@ -36,11 +36,19 @@ class Assignment(StrEnum):
 
 
 class Predictor(StrEnum):
-    """Where the scores come from: the token table, the Markov tables, or the paper's more confident of both."""
+    """Where the scores come from.
+
+    The token table; the Markov tables; the paper's more confident of both; the layer's router asked before attention;
+    a linear map from what is known there; a calibrated mix; or, layer by layer, whichever validation preferred.
+    """
 
     TOKEN = "token"
     MARKOV = "markov"
     PAPER = "paper"
+    EARLY_GATE = "early-gate"
+    LINEAR = "linear"
+    FUSED = "fused"
+    SELECTED = "selected"
 
 
 class Groups(StrEnum):

@@ -4,12 +4,15 @@ Axes: V vocabulary, T tokens, E experts, G ranks, K experts a token. A score is 
 activations that a rank would serve, as u8: 255 is K.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 from smoe_solvers.assignment import Int64Array, UInt8Array
+from smoe_solvers.choices import Predictor
 
 SCORE_MAX = 255
 BACK_OFF = 4.0
@@ -36,6 +39,160 @@ class MarkovTables:
     two: UInt8Array
     one: UInt8Array
     none: UInt8Array
+
+
+FUSED = (Predictor.TOKEN, Predictor.MARKOV, Predictor.EARLY_GATE, Predictor.LINEAR)
+"""What the calibrated mix is made of, in the order of its weights."""
+
+SHARPNESS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0)
+"""Temperatures tried for inclusion, in units of the logits' spread over experts."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known of T tokens before a layer's router runs; None where it is not there.
+
+    token_id: [T]; two, one: [T] u8 rank labels two layers and one layer before; early: [T, E] the router's logits on
+    the layer's input; features: [T, D] of the linear map.
+    """
+
+    token_id: npt.NDArray[np.integer]
+    two: UInt8Array | None = None
+    one: UInt8Array | None = None
+    early: npt.NDArray[np.floating] | None = None
+    features: npt.NDArray[np.floating] | None = None
+
+
+@dataclass(frozen=True)
+class LayerPredictors:
+    """One layer's tables contracted to ranks, and what turns its features into scores.
+
+    token: [V, G] u8; markov: the paper's A; temperature of early-gate and linear inclusion (0: not fitted);
+    linear: [D, E] or None; fusion: weights of FUSED; chosen: what validation preferred here.
+    """
+
+    token: UInt8Array
+    markov: MarkovTables
+    early_temperature: float = 0.0
+    linear_temperature: float = 0.0
+    linear: npt.NDArray[np.floating] | None = None
+    fusion: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)
+    chosen: Predictor = Predictor.TOKEN
+
+    def available(self) -> list[Predictor]:
+        """The predictors that were fitted, `selected` aside."""
+        gates = [Predictor.EARLY_GATE] if self.early_temperature else []
+        maps = [Predictor.LINEAR] if self.linear is not None else []
+        return [Predictor.TOKEN, Predictor.MARKOV, Predictor.PAPER, *gates, *maps, Predictor.FUSED]
+
+
+def score(
+    layer: LayerPredictors,
+    predictor: Predictor,
+    context: Context,
+    expert_to_rank: npt.NDArray[np.integer],
+    top_k: int,
+) -> UInt8Array:
+    """Scores [T, G] u8 of a predictor. expert_to_rank: [E].
+
+    Raises ValueError if the context lacks what the predictor needs.
+    """
+    ranks = layer.token.shape[1]
+    match predictor:
+        case Predictor.SELECTED:
+            return score(layer, layer.chosen, context, expert_to_rank, top_k)
+        case Predictor.TOKEN:
+            return token_scores(layer, context)
+        case Predictor.MARKOV:
+            return markov_scores(layer.markov, context.two, context.one, len(context.token_id))
+        case Predictor.PAPER:
+            markov = markov_scores(layer.markov, context.two, context.one, len(context.token_id))
+            return paper_scores(token_scores(layer, context), markov)
+        case Predictor.EARLY_GATE:
+            logits, temperature = _there(context.early, predictor), layer.early_temperature
+        case Predictor.LINEAR:
+            logits, temperature = linear_logits(layer, context), layer.linear_temperature
+        case Predictor.FUSED:
+            parts = [
+                weight * score(layer, part, context, expert_to_rank, top_k).astype(np.float64)
+                for part, weight in zip(FUSED, layer.fusion, strict=True)
+                if weight
+            ]
+            mixed: UInt8Array = np.rint(np.clip(np.sum(parts, axis=0), 0, SCORE_MAX)).astype(np.uint8)
+            return mixed
+    return quantise(by_rank(inclusion(logits, top_k, temperature), expert_to_rank, ranks), top_k)
+
+
+def token_scores(layer: LayerPredictors, context: Context) -> UInt8Array:
+    """Rows of the token table; an id beyond the vocabulary (not known) takes popularity."""
+    known = context.token_id < len(layer.token)
+    rows = layer.token[np.where(known, context.token_id, 0)]
+    return np.where(known[:, None], rows, layer.markov.none)
+
+
+def linear_logits(layer: LayerPredictors, context: Context) -> npt.NDArray[np.floating]:
+    """The linear map's logits, [T, E]."""
+    if layer.linear is None:
+        raise ValueError("the linear map was not fitted")
+    return _there(context.features, Predictor.LINEAR) @ layer.linear.astype(np.float32)
+
+
+def _there(values: npt.NDArray[np.floating] | None, predictor: Predictor) -> npt.NDArray[np.floating]:
+    if values is None:
+        raise ValueError(f"{predictor} needs the early gate's record")
+    return values
+
+
+def inclusion(logits: npt.NDArray[np.floating], top_k: int, temperature: float) -> npt.NDArray[np.float64]:
+    """Each expert's probability to be among the top K, [T, E]; rows sum to K.
+
+    A logistic curve around the middle between the K-th and the next logit. temperature is in units of a row's own
+    spread, so that one number serves tokens of sharp and of flat logits. E must exceed K.
+    """
+    values = logits.astype(np.float64)
+    last = values.shape[1] - top_k  # where the K-th largest stands in rising order
+    border = np.partition(values, (last - 1, last), axis=1)[:, last - 1 : last + 1].mean(axis=1, keepdims=True)
+    spread = values.std(axis=1, keepdims=True) + 1e-12
+    distance = (values - border) / (temperature * spread)
+    found: npt.NDArray[np.float64] = 1 / (1 + np.exp(-np.clip(distance, -60, 60)))
+    found *= top_k / found.sum(axis=1, keepdims=True)
+    return found
+
+
+def by_rank(
+    experts: npt.NDArray[np.float64], expert_to_rank: npt.NDArray[np.integer], num_ranks: int
+) -> npt.NDArray[np.float64]:
+    """Sums over each rank's experts, [T, G]. experts: [T, E]."""
+    summed: npt.NDArray[np.float64] = experts @ np.eye(num_ranks)[expert_to_rank]
+    return summed
+
+
+def choose_temperature(
+    logits: npt.NDArray[np.floating],
+    counts: npt.NDArray[np.int32],
+    expert_to_rank: npt.NDArray[np.integer],
+    top_k: int,
+) -> float:
+    """The temperature whose expected counts a rank are nearest the true ones, in squares. counts: [T, G] true n_g."""
+
+    def error(temperature: float) -> float:
+        expected = by_rank(inclusion(logits, top_k, temperature), expert_to_rank, counts.shape[1])
+        return float(((expected - counts) ** 2).mean())
+
+    return min(SHARPNESS, key=error)
+
+
+def fit_fusion(scores: Sequence[UInt8Array | None], counts: npt.NDArray[np.int32], top_k: int) -> tuple[float, ...]:
+    """Non-negative least-squares weights of the parts of FUSED, so that the mix is calibrated to true counts.
+
+    scores: [T, G] u8 of each part, None where it is not there (weight 0); counts: [T, G] true n_g.
+    """
+    here = [number for number, part in enumerate(scores) if part is not None]
+    columns = np.stack([np.asarray(scores[number], np.float64).reshape(-1) for number in here], axis=1)
+    weights, _ = nnls(columns * (top_k / SCORE_MAX), counts.reshape(-1).astype(np.float64))
+    found = np.zeros(len(scores))
+    found[here] = weights
+    return tuple(float(weight) for weight in found)
 
 
 def quantise(expected: npt.NDArray[np.number], top_k: int) -> UInt8Array:

@@ -231,30 +231,35 @@ def test_the_linear_sums_are_those_of_the_rows(place, run_smoe, tmp_path):
     from safetensors.numpy import load_file
 
     command = ["profile", "--model", str(place / "m"), "--dataset", str(place / "p.jsonl"), "--early-gate", "all"]
-    run_smoe(*command, "-q", cwd=tmp_path)
-    rows = rows_of(tmp_path / "smoe-out/trace")
-    arrays = load_file(tmp_path / "smoe-out/trace/linear/layer_02.safetensors")
-    fit = sum(part == "fit" for part in rows["split"].to_pylist())
-    assert arrays["xx"][-1, -1] == fit
-    assert arrays["xx"].shape == (32 + 8 + 32 + 1,) * 2
-    x, y = arrays["heldout.features"].astype(np.float64), arrays["heldout.logits"].astype(np.float64)
-    early = x[:, 32:40]
-    weights = np.linalg.lstsq(arrays["xx"] + 1e-3 * np.eye(73), arrays["xy"], rcond=None)[0]
-    assert np.mean((x @ weights - y) ** 2) < np.mean((early - y) ** 2)
-    keys = set(zip(rows["sequence"].to_pylist(), rows["position"].to_pylist(), strict=True))
-    sampled = set(zip(arrays["heldout.sequence"].tolist(), arrays["heldout.position"].tolist(), strict=True))
-    assert sampled <= keys
-    top = {
-        (s, p): set(experts)
-        for s, p, experts in zip(
-            rows["sequence"].to_pylist(), rows["position"].to_pylist(), rows["experts_02"].to_pylist(), strict=True
-        )
-    }
-    agree = [
-        set(np.argsort(-y[i])[:2].tolist()) == top[int(s), int(p)]
-        for i, (s, p) in enumerate(zip(arrays["heldout.sequence"], arrays["heldout.position"], strict=True))
-    ]
+    run_smoe(*command, "--decode", "3", "-q", cwd=tmp_path)
+    rows = rows_of(tmp_path / "smoe-out/trace").to_pydict()
+    arrays, facts, embedding = (
+        load_file(tmp_path / f"smoe-out/trace/linear/{name}.safetensors") for name in ("layer_02", "rows", "embedding")
+    )
+    table = embedding["embedding"]
+    assert table.shape == (VOCAB + 1, 32)
+    assert not table[-1].any()
+    assert arrays["xx"][-1, -1] == rows["split"].count("fit")
+    assert arrays["xx"].shape == (32 + 8 + 5 * 32 + 1,) * 2
+    of_row = {key: i for i, key in enumerate(zip(rows["sequence"], rows["position"], strict=True))}
+    recent = facts["heldout.recent"]
+    agree = []
+    for i, key in enumerate(zip(facts["heldout.sequence"].tolist(), facts["heldout.position"].tolist(), strict=True)):
+        before = [of_row.get((key[0], key[1] - back)) for back in range(5)]
+        assert recent[i].tolist() == [2**32 - 1 if at is None else rows["token_id"][at] for at in before]
+        best = np.argsort(-arrays["heldout.logits"][i])[:2].tolist()
+        agree.append(set(best) == set(rows["experts_02"][of_row[key]]))
     assert np.mean(agree) > 0.97
+    ids = np.where(recent == 2**32 - 1, VOCAB, recent)
+    parts = [
+        arrays["heldout.inputs"],
+        arrays["heldout.early"],
+        table[ids].reshape(len(ids), -1),
+        np.ones((len(ids), 1)),
+    ]
+    x, y = np.concatenate(parts, axis=1).astype(np.float64), arrays["heldout.logits"].astype(np.float64)
+    weights = np.linalg.lstsq(arrays["xx"] + 1e-2 * np.eye(201), arrays["xy"], rcond=None)[0]
+    assert np.mean((x @ weights - y) ** 2) < np.mean((arrays["heldout.early"] - y) ** 2)
 
 
 TEMPLATE = "{% for m in messages %}{{ 'w7 ' if m.role == 'user' else 'w8 ' }}{{ m.content }} {% endfor %}w9"

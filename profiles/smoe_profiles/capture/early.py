@@ -27,10 +27,9 @@ class LayerView:
 
 @dataclass(frozen=True)
 class EarlyView:
-    """One forward's layers, and embedding: [T, H] of the tokens."""
+    """One forward's layers."""
 
     layers: list[LayerView]
-    embedding: Tensor
 
     def candidates(self, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The best `kept[i]` experts of each layer by falling early logit, ties by id: [T, sum of M] int16 and f16."""
@@ -45,11 +44,9 @@ class EarlyGateHooks:
     """Hooks on each layer's input and on the norm (or block) before its router; they listen while `asked` is set."""
 
     points: Sequence[CapturePoint]
-    model: Any
     asked: bool = False
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     _middles: dict[int, Tensor] = field(default_factory=dict)
-    _embedding: list[Tensor] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -59,8 +56,6 @@ class EarlyGateHooks:
             for module, into in ((point.decoder_layer, self._inputs), (entry, self._middles)):
                 hook = self._keep(number, into)
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        embedding: nn.Module = self.model.get_input_embeddings()
-        self._handles.append(embedding.register_forward_hook(self._keep_embedding))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,10 +70,6 @@ class EarlyGateHooks:
 
         return keep
 
-    def _keep_embedding(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
-        if self.asked:
-            self._embedding[:] = [output.detach().reshape(-1, output.shape[-1])]
-
     def take(self) -> EarlyView:
         """The last forward's view; then forget. Nothing waits for the device here."""
         listening, self.asked = self.asked, False  # the norms run again below
@@ -88,7 +79,6 @@ class EarlyGateHooks:
             truth = router_input(point, self._middles[number])
             layers.append(LayerView(early, router_logits(point, early), router_logits(point, truth)))
         self.asked = listening
-        found = EarlyView(layers, self._embedding[0])
         self._inputs.clear()
         self._middles.clear()
-        return found
+        return EarlyView(layers)

@@ -19,7 +19,7 @@ import torch
 from smoe_profiles.artefact import SCRATCH
 from smoe_profiles.capture.early import EarlyGateHooks
 from smoe_profiles.capture.generation import generate
-from smoe_profiles.capture.linear import LinearSums
+from smoe_profiles.capture.linear import LinearSums, embedding_table, recent_ids
 from smoe_profiles.capture.packing import Batch, Chunk, batches, cut
 from smoe_profiles.capture.points import CapturePoint, capture_points
 from smoe_profiles.capture.processes import ALONE, Processes
@@ -27,7 +27,7 @@ from smoe_profiles.capture.recorder import Captured, Recorder
 from smoe_profiles.choices import EarlyGate, Pack
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import Model
-from smoe_profiles.split import Assigned
+from smoe_profiles.split import Assigned, TokenIds
 from smoe_profiles.trace import PHASES, EarlyRows, Rows, TraceLayer
 from smoe_profiles.trace_writer import TraceWriter
 
@@ -55,11 +55,15 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One forward's rows. kept: [T]; facts: the columns of Rows that are [N], by name; early: [T, sum of M] both."""
+    """One forward's rows. kept: [T]; facts: the columns of Rows that are [N], by name; recent: [N, R] token ids.
+
+    early: the early gate's ids and logits, [T, sum of M] both.
+    """
 
     captured: Captured
     kept: npt.NDArray[np.bool_]
     facts: dict[str, npt.NDArray[Any]]
+    recent: TokenIds
     early: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -88,9 +92,11 @@ def record(
     mine = ((number, batch) for number, batch in stream if number % processes.count == processes.rank)
     layers, written = trace_layers(model), writer.appended
     points = capture_points(loaded, model.spec)
-    early = None if options.early_gate is EarlyGate.NONE else Early(points, loaded, layers, writer.folder, writer.name)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
+        early = None
+        if options.early_gate is not EarlyGate.NONE:
+            early = Early(points, loaded, layers, model.spec.vocab_size, writer.folder, writer.name)
         recorder = stack.enter_context(Recorder(points, stack.enter_context(early.hooks) if early else None))
         worker = stack.enter_context(ThreadPoolExecutor(max_workers=1))
         writing: deque[Future[None]] = deque()
@@ -122,10 +128,12 @@ class Early:
         points: Sequence[CapturePoint],
         loaded: torch.nn.Module,
         layers: Sequence[TraceLayer],
+        vocab_size: int,
         folder: Path,
         name: str,
     ) -> None:
-        self.hooks, self.sums = EarlyGateHooks(points, loaded), LinearSums(layers)
+        self.hooks = EarlyGateHooks(points)
+        self.sums = LinearSums(layers, embedding_table(loaded, vocab_size))
         self.path, self.saved = linear_path(folder, name), monotonic()
         self.sums.restore(self.path)
 
@@ -135,7 +143,7 @@ class Early:
         for piece in pieces:
             view = piece.captured.early
             if view is not None and turn >= self.sums.batches:
-                self.sums.add(view, piece.kept, piece.facts)
+                self.sums.add(piece.captured, piece.kept, piece.facts, piece.recent)
             best = view.candidates([layer.num_early for layer in self.sums.layers]) if view else None
             found.append(replace(piece, captured=replace(piece.captured, early=None), early=best))
         self.sums.batches = max(self.sums.batches, turn + 1)
@@ -174,18 +182,27 @@ def _paddable(prompts: list[Chunk], left_padding: bool) -> list[list[Chunk]]:
 def _prefill(loaded: Any, batch: Batch, recorder: Recorder) -> _Piece:
     input_ids = torch.from_numpy(batch.input_ids()).to(loaded.device)
     loaded.base_model(input_ids=input_ids, use_cache=False)
-    return _Piece(recorder.take(), batch.real().reshape(-1), _facts(batch.chunks))
+    return _Piece(recorder.take(), batch.real().reshape(-1), _facts(batch.chunks), _recent(batch.chunks))
 
 
 def _generate(loaded: Any, batch: Batch, recorder: Recorder, decode: int) -> Iterator[_Piece]:
     """The prompts' prefill, and a piece a step with the sequences still alive."""
     found = generate(loaded, batch, recorder, decode)
-    yield _Piece(found.prefill, batch.real(left=True).reshape(-1), _facts(batch.chunks))
+    real = batch.real(left=True).reshape(-1)
+    yield _Piece(found.prefill, real, _facts(batch.chunks), _recent(batch.chunks))
     first = _first_facts(batch.chunks)
+    texts = [np.concatenate([chunk.token_ids, ids]) for chunk, ids in zip(batch.chunks, found.token_id.T, strict=True)]
     for step, captured in enumerate(found.steps):
         alive = found.alive[step]
         facts = first | {"token_id": found.token_id[step], "position": first["position"] + np.uint32(step)}
-        yield _Piece(captured, alive, {name: column[alive] for name, column in facts.items()})
+        places = [np.array([len(chunk.token_ids) + step]) for chunk in batch.chunks]
+        recent = np.concatenate([recent_ids(text, place) for text, place in zip(texts, places, strict=True)])
+        yield _Piece(captured, alive, {name: column[alive] for name, column in facts.items()}, recent[alive])
+
+
+def _recent(chunks: Sequence[Chunk]) -> TokenIds:
+    """The ids of a batch's own tokens and of those before them, [N, R]."""
+    return np.concatenate([recent_ids(chunk.token_ids, np.arange(len(chunk.token_ids))) for chunk in chunks])
 
 
 def _facts(chunks: Sequence[Chunk]) -> dict[str, npt.NDArray[Any]]:

@@ -1,0 +1,75 @@
+"""The early gate's record, `linear/` of a trace or of tables: sums to fit from, and rows to judge and measure by.
+
+Axes: N sampled rows of a part, R recent tokens, Q embedding width, E experts, D features, K experts a token. Written by
+`smoe_profiles.capture.linear`, which says what the features are.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_profiles.tables import load_arrays
+from smoe_profiles.trace import UNKNOWN_TOKEN, ExpertIds, TraceLayer
+
+FOLDER = "linear"
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """One layer's sampled rows of one part. experts: [N, K]; early: [N, E] logits; features: [N, D]; truth: [N, E]."""
+
+    experts: ExpertIds
+    early: npt.NDArray[np.float32]
+    features: npt.NDArray[np.float32]
+    truth: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class GateRecord:
+    """A `linear/` folder, read layer by layer."""
+
+    folder: Path
+
+    @cached_property
+    def _rows(self) -> dict[str, npt.NDArray[Any]]:
+        return load_arrays(self.folder / "rows.safetensors")
+
+    @cached_property
+    def _embedding(self) -> npt.NDArray[np.float32]:
+        return load_arrays(self.folder / "embedding.safetensors")["embedding"].astype(np.float32)
+
+    def token_id(self, part: str) -> npt.NDArray[np.uint32]:
+        """[N]: the ids of a part's sampled rows, in order."""
+        recent: npt.NDArray[np.uint32] = self._rows[f"{part}.recent"]
+        return recent[:, 0]
+
+    def sums(self, layer: TraceLayer) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Sums over fit rows: x x' [D, D] and x y' [D, E]."""
+        arrays = self._layer(layer)
+        return arrays["xx"], arrays["xy"]
+
+    def rows(self, layer: TraceLayer, part: str, limit: int | None = None) -> GateRows:
+        """The first `limit` sampled rows of a part."""
+        arrays = {
+            name: self._layer(layer)[f"{part}.{name}"][:limit] for name in ("inputs", "early", "logits", "experts")
+        }
+        recent = self._rows[f"{part}.recent"][:limit]
+        ids = np.where(recent == UNKNOWN_TOKEN, len(self._embedding) - 1, recent)
+        early = arrays["early"].astype(np.float32)
+        ones = np.ones((len(ids), 1), np.float32)
+        embedded = self._embedding[ids].reshape(len(ids), -1)
+        features = np.concatenate([arrays["inputs"].astype(np.float32), early, embedded, ones], axis=1)
+        return GateRows(arrays["experts"].astype(np.uint16), early, features, arrays["logits"].astype(np.float32))
+
+    def _layer(self, layer: TraceLayer) -> dict[str, npt.NDArray[Any]]:
+        return load_arrays(self.folder / f"layer_{layer.label}.safetensors")
+
+
+def gate_record(artefact: Path) -> GateRecord | None:
+    """The early gate's record of a trace or of tables, or None if it was not recorded."""
+    folder = artefact / FOLDER
+    return GateRecord(folder) if (folder / "rows.safetensors").exists() else None
