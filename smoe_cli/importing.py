@@ -17,6 +17,9 @@ from smoe_profiles.models import UNKNOWN_FAMILY, Model, model_identity
 from smoe_profiles.tensors import INDEX, SINGLE
 from smoe_profiles.trace import UNKNOWN_TOKEN, Trace
 
+MAX_SOURCES = 2**15 - 1
+"""Traces number their sources with 16 bits."""
+
 ARCHIVE_OPTIONS = ("ids", "axes", "tokens", "weights", "layer_ids", "seq_lens", "triples")
 
 
@@ -32,10 +35,15 @@ class ImportPlan:
 
 
 def name_files(files: list[Path], sources: list[str]) -> list[str]:
-    """A name for each file: the one given, or its own. Raises UsageError if they do not match up."""
+    """A name for each file: the one given, or its own. Raises UsageError if they do not match up, or are too many."""
     if sources and len(sources) != len(files):
         raise UsageError(f"{len(sources)} --source for {len(files)} files; give one for each, or none.")
-    return sources or [path.resolve().name.split(".")[0] for path in files]
+    names = sources or [path.resolve().name.split(".")[0] for path in files]
+    if len(set(names)) > MAX_SOURCES:
+        raise UsageError(
+            f"{len(set(names))} sources are more than {MAX_SOURCES}; give files a common name by --source."
+        )
+    return names
 
 
 def import_trace(plan: ImportPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def import_trace(plan: ImportPlan, target: Path, *, force: bool, console: Consol
     named = [name for name in ARCHIVE_OPTIONS if getattr(plan.options, name)]
     if named and kind is not ImportFormat.NPZ:
         raise UsageError(f"--{named[0].replace('_', '-')} is for NumPy archives; {plan.files[0]} is of format {kind}.")
-    model, where = plan.options.model, ", ".join(str(path) for path in plan.files)
+    model, where = plan.options.model, _first_of(plan.files)
     chosen = choose_layers(records, model, where)
     sound = sound_rows(records, chosen, where) if isinstance(records, TokenRecords) else None
     vocab_size = vocabulary(records, model.spec.vocab_size if model else None, where)
@@ -71,6 +79,10 @@ def import_trace(plan: ImportPlan, target: Path, *, force: bool, console: Consol
         **{key: written[key] for key in ("level", "ordered", "rows", "vocab_size")},
         **imported,
     }
+
+
+def _first_of(files: list[Path]) -> str:
+    return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else str(files[0])
 
 
 def _parameters(plan: ImportPlan) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from smoe_cli.app import run
-from smoe_cli.importing import identity
+from smoe_cli.errors import UsageError
+from smoe_cli.importing import identity, name_files
 from smoe_profiles.importers.layers import Chosen
 from smoe_profiles.models import BUNDLED, describe_identity, find_model, model_identity, same_model
 from smoe_profiles.trace import TraceLayer
@@ -116,6 +117,14 @@ def test_what_cannot_be_imported_leaves_with_its_code(arguments, code, message, 
     np.save(tmp_path / "reply.npy", array)
     shutil.move(tmp_path / "reply.npy", tmp_path / "reply.json")  # told by content, not by name
     assert message in smoe("import", *arguments, code=code)[1]
+
+
+def test_more_sources_than_a_trace_can_number_are_a_usage_error():
+    files = [Path(f"request-{number}.npy") for number in range(2**15)]
+    assert name_files(files[1:], [])[-1] == "request-32767"
+    assert set(name_files(files, ["chat"] * len(files))) == {"chat"}
+    with pytest.raises(UsageError, match="32768 sources are more than 32767"):
+        name_files(files, [])
 
 
 def test_options_of_import_come_from_a_configuration_too(smoe, tmp_path, monkeypatch):

@@ -102,6 +102,7 @@ def test_the_run_time_file_holds_what_the_design_says(deepseek_path):
         "markov1_scores": (3, 8, 8),
         "popularity": (3, 8),
         "predictor": (3,),
+        "fusion.weights": (3, 4),
     }
     assert metadata["layout"] == "map"
     assert (rank == scores.argmax(axis=2)).all()

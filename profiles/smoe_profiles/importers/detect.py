@@ -1,21 +1,14 @@
 """Which program wrote a file, told by its content."""
 
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smoe_profiles.choices import ImportFormat
 from smoe_profiles.errors import InputError
 from smoe_profiles.importers import exflow, npz, replay, replies, sglang, trtllm
-from smoe_profiles.importers.files import (
-    NPY_MAGIC,
-    READ_ERRORS,
-    ZIP_MAGIC,
-    first_bytes,
-    load_json,
-    load_npy,
-    load_torch,
-)
+from smoe_profiles.importers.files import NPY_MAGIC, READ_ERRORS, ZIP_MAGIC, first_bytes, load_npy, load_torch
 from smoe_profiles.importers.records import ReadOptions, Records
 
 FORMATS: dict[ImportFormat, Callable[[Sequence[Path], ReadOptions], Records]] = {
@@ -31,10 +24,17 @@ NPY_BASE64 = "k05VTVBZ"
 
 
 def read_records(paths: Sequence[Path], wanted: ImportFormat, options: ReadOptions) -> tuple[ImportFormat, Records]:
-    """Read files of one format, recognised by content for `auto`. Raises InputError if they are of several."""
-    for path in paths:
+    """Read files of one format, recognised by content for `auto`.
+
+    Raises InputError for files of several formats, or one that is given twice, by itself or with its folder.
+    """
+    places = [path.resolve() for path in paths]
+    times = Counter(places)
+    for path, place in zip(paths, places, strict=True):
         if not path.exists():
             raise InputError(f"{path} is missing.")
+        if times[place] > 1 or place.parent in times:
+            raise InputError(f"{path} is given twice; its rows would count twice.")
     if wanted is not ImportFormat.AUTO:
         return wanted, FORMATS[wanted](paths, options)
     found = [recognise(path) for path in paths]
@@ -56,7 +56,8 @@ def recognise(path: Path) -> ImportFormat:
     if path.suffix == ".safetensors" or (head[8:9] == b"{" and head[4:8] == bytes(4)):
         return ImportFormat.TRTLLM
     if head.lstrip()[:1] in (b"{", b"["):
-        return _reply(path)
+        vllm = str(replies.load_replies(path)[0].routed).startswith(NPY_BASE64)
+        return ImportFormat.VLLM if vllm else ImportFormat.SGLANG
     if head.startswith(b"\x80"):
         return _pickled(path)
     raise InputError(
@@ -78,10 +79,3 @@ def _pickled(path: Path) -> ImportFormat:
     content = load_torch(path)
     recorded = isinstance(content, dict) and not {"logical_count", "records"}.isdisjoint(content)
     return ImportFormat.SGLANG if recorded else ImportFormat.REPLAY
-
-
-def _reply(path: Path) -> ImportFormat:
-    found = [reply for document in load_json(path) for reply in replies.find_replies(document, str(path))]
-    if not found:
-        raise InputError(f"{path} is JSON without {replies.KEY}; is it the reply of an engine?")
-    return ImportFormat.VLLM if str(found[0].routed).startswith(NPY_BASE64) else ImportFormat.SGLANG

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import IO, Any
 
 import numpy as np
@@ -148,17 +149,26 @@ def load_json(path: Path) -> list[Any]:
 
 
 def load_torch(path: Path) -> Any:
-    """The content of a .pt file: tensors and plain values only, on the CPU."""
+    """The content of a .pt file: tensors and plain values only, on the CPU; torch itself checks no checksum."""
     import torch
 
-    first_bytes(path)
+    zipped = first_bytes(path).startswith(ZIP_MAGIC)
     try:
+        if zipped:
+            _check_sums(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, weights_only=True, map_location="cpu")
     except _UNPICKLING_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{path} is not a readable .pt file of tensors ({reason}).") from error
+
+
+def _check_sums(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise InputError(f"{path} is damaged: {damaged} does not match its checksum.")
 
 
 def tensor(value: Any, where: str, ndim: int | None = None) -> Array:
@@ -184,10 +194,19 @@ def whole_numbers(array: Array, where: str, ndim: int | None = None) -> Array:
     return array
 
 
+def counts(array: Array, where: str, ndim: int | None = None) -> npt.NDArray[np.int64]:
+    """Whole numbers from 0 on as int64. Raises InputError for anything else."""
+    found = whole_numbers(array, where, ndim).astype(np.int64)
+    if found.min(initial=0) < 0:
+        raise InputError(f"{where} holds {found.min()}; counts were expected.")
+    return found
+
+
 def number_list(value: Any, where: str) -> npt.NDArray[np.int64]:
     """A list of whole numbers as [n] int64; tensors count as lists."""
     if not isinstance(value, list):
         return tensor(value, where, 1).astype(np.int64)
-    if not all(type(entry) is int and abs(entry) < 2**63 for entry in value):
-        raise InputError(f"{where} is no list of whole numbers.")
+    wrong = [entry for entry in value if type(entry) is not int or abs(entry) >= 2**63]
+    if wrong:
+        raise InputError(f"{where} holds {shortened(wrong[0])}; whole numbers were expected.")
     return np.array(value, np.int64)

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from smoe_profiles.errors import InputError
-from smoe_profiles.importers.records import CountRecords, Facts, LayerAxis, Records, TokenRecords
+from smoe_profiles.importers.records import LayerAxis, Records, TokenRecords, require_model
 from smoe_profiles.models import Model
 from smoe_profiles.trace import TraceLayer
+
+MAX_EXPERTS = 2**16
+"""Traces keep expert ids as u16 at most."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,15 @@ class Chosen:
 def choose_layers(records: Records, model: Model | None, where: str) -> Chosen:
     """Match the layer axis with the model's MoE layers, or take the file's word where no model is given.
 
-    Raises InputError where the two disagree, or a blank layer needs a model to be told from a dense one.
+    Raises InputError where the two disagree, or dense layers cannot be told without a model.
     """
     numbers = records.facts.layer_ids
     if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
         raise InputError(f"{where} numbers its layers {list(numbers)}; each must stand once.")
-    chosen = _without_model(records, where) if model is None else _with_model(records, model, where)
+    if model is None and records.facts.axis is not LayerAxis.HIDDEN:
+        chosen = _without_model(records, where)
+    else:
+        chosen = _with_model(records, require_model(model, where), where)
     for layer, entry in zip(chosen.layers, chosen.entries, strict=True):
         _check_id_type(records, layer, entry, where)
     return chosen
@@ -49,11 +55,11 @@ def _with_model(records: Records, model: Model, where: str) -> Chosen:
     layers = tuple(table[number] for _, number in kept)
     for entry, number in enumerate(numbers):
         if number in table:
-            _check_sizes(records, entry, table[number], model, where)
+            _check_sizes(records, table[number], model, where)
         elif records.facts.axis is LayerAxis.NUMBERED or not records.blank(entry):
             raise InputError(
-                f"{where} has experts in layer {number}, but {model.name} has none there; is it the trace of another "
-                "model?"
+                f"{where} has experts in layer {number}, but {model.name} has none there{_first_use(records, entry)}; "
+                "is it the trace of another model?"
             )
     if not layers:
         raise InputError(f"{where} has none of the {len(table)} MoE layers of {model.name}.")
@@ -62,7 +68,7 @@ def _with_model(records: Records, model: Model, where: str) -> Chosen:
 
 def _numbers(records: Records, moe: Sequence[int], model: Model, where: str) -> list[int]:
     """The decoder layer of every entry of the axis."""
-    facts, found = records.facts, _length(records)
+    facts, found = records.facts, records.num_entries
     if facts.axis is LayerAxis.NUMBERED:
         return list(facts.layer_ids)
     hidden = model.spec.num_hidden_layers
@@ -74,11 +80,9 @@ def _numbers(records: Records, moe: Sequence[int], model: Model, where: str) -> 
     raise InputError(f"{where} has {found} layers, but {model.name} has {wanted}.")
 
 
-def _check_sizes(records: Records, entry: int, layer: TraceLayer, model: Model, where: str) -> None:
-    facts = records.facts
-    slots = records.ids[entry].shape[1] if isinstance(records, TokenRecords) else facts.top_k
-    total = layer.num_experts + layer.num_zero
-    for name, found, wanted in (("experts", facts.num_experts, total), ("experts a token", slots, layer.top_k)):
+def _check_sizes(records: Records, layer: TraceLayer, model: Model, where: str) -> None:
+    num_experts, total = records.facts.num_experts, layer.num_experts + layer.num_zero
+    for name, found, wanted in (("experts", num_experts, total), ("experts a token", records.top_k, layer.top_k)):
         if found is not None and found != wanted and not (name == "experts" and found == layer.num_experts):
             hint = " Is it the trace of another model, or are these slots of a balanced engine?"
             raise InputError(f"{where} has {found} {name} in layer {layer.id}, but {model.name} has {wanted}.{hint}")
@@ -86,7 +90,7 @@ def _check_sizes(records: Records, entry: int, layer: TraceLayer, model: Model, 
 
 def _without_model(records: Records, where: str) -> Chosen:
     facts = records.facts
-    entries = tuple(range(_length(records)))
+    entries = tuple(range(records.num_entries))
     if facts.axis is LayerAxis.NUMBERED:
         numbers: Sequence[int] = facts.layer_ids
     else:
@@ -97,10 +101,12 @@ def _without_model(records: Records, where: str) -> Chosen:
                 f"{where}: layer {blank} is zero throughout, so it may be dense; give --model, so that the layers with "
                 "experts are known."
             )
-    notes = list(_order_notes(facts))
-    num_experts, top_k = facts.num_experts, _top_k(records)
+    notes = []
+    if facts.axis is LayerAxis.ORDINAL:
+        notes.append("layers are numbered from 0 in the file's order; give --model for the decoder's own numbers")
+    num_experts, top_k = facts.num_experts, records.top_k
     if num_experts is None:
-        num_experts = max(_largest(records, entry) for entry in entries) + 1
+        num_experts = max(records.largest(entry) for entry in entries) + 1
         notes.append(f"{where} does not say how many experts a layer has; {num_experts} from the largest id")
     if top_k is None:
         notes.append(f"{where} does not say how many experts a token has; give --model")
@@ -108,35 +114,21 @@ def _without_model(records: Records, where: str) -> Chosen:
     return Chosen(layers, entries, None, tuple(notes))
 
 
-def _order_notes(facts: Facts) -> list[str]:
-    if facts.axis is LayerAxis.ORDINAL:
-        return ["layers are numbered from 0 in the file's order; give --model for the decoder's own numbers"]
-    return []
-
-
-def _length(records: Records) -> int:
-    return len(records.ids if isinstance(records, TokenRecords) else records.entries)
-
-
-def _top_k(records: Records) -> int | None:
-    return records.ids[0].shape[1] if isinstance(records, TokenRecords) else records.facts.top_k
-
-
-def _largest(records: Records, entry: int) -> int:
-    if isinstance(records, TokenRecords):
-        return int(records.ids[entry].max(initial=0))
-    return max(int(records.entries[entry][name].max(initial=0)) for name in _expert_keys(records))
-
-
-def _expert_keys(records: CountRecords) -> list[str]:
-    return [name for name in records.entries[0] if name not in ("token_id", "count")]
+def _first_use(records: Records, entry: int) -> str:
+    """Where a layer is first not blank, in words."""
+    if not isinstance(records, TokenRecords):
+        return ""
+    return f" (first: {records.row_name(int((records.ids[entry] > 0).any(axis=1).argmax()))})"
 
 
 def _check_id_type(records: Records, layer: TraceLayer, entry: int, where: str) -> None:
     """Ids that wrapped in a narrow type cannot be told from others: refuse a type that is too narrow (F-26)."""
+    total = layer.num_experts + layer.num_zero
+    if total > MAX_EXPERTS:
+        raise InputError(f"{where} has {total} experts in layer {layer.id}; a trace can name {MAX_EXPERTS}.")
     if not isinstance(records, TokenRecords):
         return
-    dtype, total = records.ids[entry].dtype, layer.num_experts + layer.num_zero
+    dtype = records.ids[entry].dtype
     if total - 1 > np.iinfo(dtype).max:
         raise InputError(
             f"{where} keeps expert ids as {dtype}, which cannot name the {total} experts of layer {layer.id}: ids have "

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import InputError
-from smoe_profiles.importers.files import Archive, Array, whole_numbers
+from smoe_profiles.importers.files import Archive, Array, counts, whole_numbers
 from smoe_profiles.importers.records import (
     DECODE,
     PREFILL,
@@ -25,6 +25,7 @@ from smoe_profiles.importers.records import (
     Piece,
     ReadOptions,
     Records,
+    count_entries,
     join,
 )
 from smoe_profiles.levels import Entries
@@ -109,7 +110,7 @@ def _layer_numbers(archive: Archive, options: ReadOptions) -> tuple[int, ...]:
 
 def _piece(archive: Archive, options: ReadOptions, source: int) -> Piece:
     key = options.ids or "ids"
-    where = f"{archive.path}"
+    where = str(archive.path)
     raw = whole_numbers(archive[key], f"{where}, {key}")
     axes = _axis_names(options.axes, raw, f"{where}, {key}")
     ids, batches = _arranged(raw, axes)
@@ -194,7 +195,7 @@ def _triples(archive: Archive, options: ReadOptions) -> tuple[Facts, list[Entrie
     tables = []
     for layer in layers:
         keys = [f"{name}_L{layer}" for name in TRIPLES]
-        columns = [whole_numbers(archive[key], f"{archive.path}, {key}", 1).astype(np.int64) for key in keys]
+        columns = [counts(archive[key], f"{archive.path}, {key}", 1) for key in keys]
         if len({len(column) for column in columns}) > 1:
             lengths = ", ".join(f"{key}: {len(column)}" for key, column in zip(keys, columns, strict=True))
             raise InputError(f"{archive.path} has triples of unequal length ({lengths}).")
@@ -204,20 +205,17 @@ def _triples(archive: Archive, options: ReadOptions) -> tuple[Facts, list[Entrie
 
 def _counts(archive: Archive, options: ReadOptions) -> tuple[Facts, list[Entries]]:
     """expert_counts [layer, E] as entries of level count."""
-    counts = whole_numbers(archive["expert_counts"], f"{archive.path}, expert_counts", 2).astype(np.int64)
+    table = counts(archive["expert_counts"], f"{archive.path}, expert_counts", 2)
     facts = _facts(archive, options)
-    if len(facts.layer_ids) != len(counts):
+    if len(facts.layer_ids) != len(table):
         raise InputError(
-            f"{archive.path} has expert_counts of {len(counts)} layers and {len(facts.layer_ids)} layer numbers; "
+            f"{archive.path} has expert_counts of {len(table)} layers and {len(facts.layer_ids)} layer numbers; "
             "give --layer-ids, a key or numbers such as 0,7,15."
         )
-    if facts.num_experts not in (None, counts.shape[1]):
-        raise InputError(
-            f"{archive.path} counts {counts.shape[1]} experts, but says num_experts = {facts.num_experts}."
-        )
-    return replace(facts, num_experts=counts.shape[1]), [
-        {"expert": np.arange(len(row)), "count": row} for row in counts
-    ]
+    num_experts = table.shape[1]
+    if facts.num_experts not in (None, num_experts):
+        raise InputError(f"{archive.path} counts {num_experts} experts, but says num_experts = {facts.num_experts}.")
+    return replace(facts, num_experts=num_experts), [count_entries(row) for row in table]
 
 
 def _added(tables: Sequence[Entries]) -> Entries:

@@ -23,7 +23,14 @@ PREFILL, DECODE = 0, 1
 """Indices into smoe_profiles.trace.PHASES."""
 
 CONSTANT_ROWS = 8
-"""A sequence of at least so many rows, all equal, was not routed: one step of a split server gives zeros (F-24)."""
+"""A sequence of at least so many rows, all equal, was not routed: one step of a split server gives zeros (F-24).
+
+A shorter one may be a token said again and again. Of 88,000 recorded rows of four models at most 6 neighbours are equal
+in every layer (one layer recorded), and in three layers or more at most 2; within one layer of many it goes up to 14.
+"""
+
+MAX_WEIGHT = float(np.finfo(np.float16).max)
+"""Traces keep weights as f16."""
 
 IdArray = npt.NDArray[np.integer[Any]]
 Weights = npt.NDArray[np.floating[Any]]
@@ -41,6 +48,13 @@ class ReadOptions:
     layer_ids: str | None = None
     seq_lens: str | None = None
     triples: bool = False
+
+
+def require_model(model: Model | None, where: str) -> Model:
+    """The model, for files whose layer axis has every decoder layer. Raises InputError if it was not given."""
+    if model is None:
+        raise InputError(f"{where}: every decoder layer is listed, but not which of them have experts; give --model.")
+    return model
 
 
 class LayerAxis(StrEnum):
@@ -78,8 +92,9 @@ class Rejected:
 class Piece:
     """Consecutive rows of one file. ids: [L, N, K]; where: the file or reply, for messages; source: index of the file.
 
-    seq_len: [S], None: one sequence. token_id: [N] int64, -1 or UNKNOWN_TOKEN where not known. position: [N], None:
-    counted from 0 in each sequence. phase: [N], None: all prefill. weights: [L, N', K], of the first N' <= N rows.
+    seq_len: [S], None: one sequence. token_id: [N] int64, -1 or UNKNOWN_TOKEN where not known. position: [N], no two
+    alike in a sequence, None: counted from 0 in each. phase: [N], None: all prefill. weights: [L, N', K], of the first
+    N' <= N rows.
     """
 
     ids: IdArray
@@ -120,18 +135,26 @@ class TokenRecords:
     token_id: npt.NDArray[np.uint32]
     position: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int16]
-    source: npt.NDArray[np.int16]
+    source: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     names: tuple[str, ...]
     rejected: dict[Fault, Rejected] = field(default_factory=dict)
 
     @property
-    def level(self) -> Level:
-        return Level.TOKEN
+    def num_entries(self) -> int:
+        return len(self.ids)
+
+    @property
+    def top_k(self) -> int | None:
+        return int(self.ids[0].shape[1])
+
+    def largest(self, entry: int) -> int:
+        """The highest expert id of a layer."""
+        return int(self.ids[entry].max(initial=0))
 
     def blank(self, entry: int) -> bool:
         """Whether a layer is zero or -1 throughout, as engines leave dense ones."""
-        return not (self.ids[entry] > 0).any()
+        return self.largest(entry) == 0
 
     def row_name(self, row: int) -> str:
         piece = int(np.searchsorted(self.starts, row, side="right")) - 1
@@ -146,11 +169,29 @@ class CountRecords:
     level: Level
     entries: list[Entries]
 
+    @property
+    def num_entries(self) -> int:
+        return len(self.entries)
+
+    @property
+    def top_k(self) -> int | None:
+        return self.facts.top_k
+
+    def largest(self, entry: int) -> int:
+        table = self.entries[entry]
+        return max(int(table[name].max(initial=0)) for name in ("expert", "other") if name in table)
+
     def blank(self, entry: int) -> bool:
         return not self.entries[entry]["count"].any()
 
 
 Records = TokenRecords | CountRecords
+
+
+def count_entries(counts: npt.NDArray[np.int64]) -> Entries:
+    """Counts by expert [E] or by pair [E, E] as entries."""
+    index = np.indices(counts.shape).reshape(counts.ndim, -1)
+    return dict(zip(("expert", "other"), index, strict=False)) | {"count": counts.reshape(-1)}
 
 
 def join(pieces: Sequence[Piece], facts: Facts, rejected: dict[Fault, Rejected] | None = None) -> TokenRecords:
@@ -160,14 +201,10 @@ def join(pieces: Sequence[Piece], facts: Facts, rejected: dict[Fault, Rejected] 
     for piece in pieces:
         _check_piece(piece, pieces[0], facts)
     lengths = np.array([piece.ids.shape[1] for piece in pieces], np.int64)
-    dtypes = {piece.ids.dtype for piece in pieces}
-    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
     seq_len = [_or(piece.seq_len, np.array([rows], np.int64)) for piece, rows in zip(pieces, lengths, strict=True)]
     return TokenRecords(
         facts=facts,
-        ids=[
-            np.concatenate([piece.ids[layer].astype(dtype, copy=False) for piece in pieces]) for layer in _axis(pieces)
-        ],
+        ids=[np.concatenate([piece.ids[layer] for piece in pieces]) for layer in _axis(pieces)],
         weights=_join_weights(pieces),
         seq_len=np.concatenate(seq_len),
         token_id=np.concatenate([_token_ids(piece) for piece in pieces]),
@@ -175,7 +212,7 @@ def join(pieces: Sequence[Piece], facts: Facts, rejected: dict[Fault, Rejected] 
             [_or(piece.position, _counted(lens)) for piece, lens in zip(pieces, seq_len, strict=True)]
         ),
         phase=np.concatenate([_or(piece.phase, np.zeros(piece.ids.shape[1], np.int16)) for piece in pieces]),
-        source=np.repeat(np.array([piece.source for piece in pieces], np.int16), lengths),
+        source=np.repeat(np.array([piece.source for piece in pieces], np.int64), lengths),
         starts=np.cumsum(lengths) - lengths,
         names=tuple(piece.where for piece in pieces),
         rejected=rejected or {},
@@ -216,21 +253,30 @@ def _check_piece(piece: Piece, first: Piece, facts: Facts) -> None:
         raise InputError(
             f"{piece.where} has positions {piece.position.min()} to {piece.position.max()}; 0 to 2^32 - 1 is possible."
         )
-    if piece.seq_len is not None and (piece.seq_len.min(initial=0) < 0 or piece.seq_len.sum() != rows):
+    if piece.seq_len is not None and piece.seq_len.min(initial=0) < 0:
+        raise InputError(f"{piece.where} has a sequence of {piece.seq_len.min()} tokens.")
+    if piece.seq_len is not None and piece.seq_len.sum() != rows:
         raise InputError(f"{piece.where} has {rows} rows, but its sequences have {piece.seq_len.sum()}.")
-    _check_weights(piece)
+    if piece.weights is not None:
+        _check_weights(piece, piece.weights)
 
 
-def _check_weights(piece: Piece) -> None:
+def _check_weights(piece: Piece, weights: Weights) -> None:
     layers, rows, slots = piece.ids.shape
-    if piece.weights is None:
-        return
-    found = piece.weights.shape
-    if piece.weights.dtype.kind != "f" or len(found) != 3 or (found[0], found[2]) != (layers, slots) or found[1] > rows:
+    found = weights.shape
+    if weights.dtype.kind != "f" or len(found) != 3 or (found[0], found[2]) != (layers, slots) or found[1] > rows:
         raise InputError(
-            f"{piece.where} has weights {piece.weights.dtype} {list(found)} for ids {list(piece.ids.shape)}; "
+            f"{piece.where} has weights {weights.dtype} {list(found)} for ids {list(piece.ids.shape)}; "
             "the same axes with at most as many tokens were expected."
         )
+    for layer, values in enumerate(weights):
+        sound = ((values >= 0) & (values <= MAX_WEIGHT)).all(axis=1)
+        if not sound.all():
+            row = int(np.argmin(sound))
+            raise InputError(
+                f"{piece.where} has weights {values[row].tolist()} in row {row}, entry {layer} of its layers; numbers "
+                f"from 0 to {MAX_WEIGHT:.0f} (half precision) were expected."
+            )
 
 
 def _token_ids(piece: Piece) -> npt.NDArray[np.uint32]:
@@ -251,11 +297,10 @@ def _join_weights(pieces: Sequence[Piece]) -> list[Weights] | None:
 
 
 def _layer_weights(piece: Piece, layer: int) -> Weights:
-    """One layer's weights of every row, [N, K]; NaN where the file has none, or one that is no number."""
+    """One layer's weights of every row, [N, K]; NaN where the file has none."""
     weights = np.full(piece.ids.shape[1:], np.nan, np.float32)
     if piece.weights is not None:
-        given = piece.weights[layer].astype(np.float32)
-        weights[: len(given)] = np.where(np.isfinite(given).all(axis=1, keepdims=True), given, np.nan)
+        weights[: piece.weights.shape[1]] = piece.weights[layer]
     return weights
 
 

@@ -56,9 +56,7 @@ def _of_list(content: Sequence[Any], where: str, source: int) -> Piece:
         raise InputError(
             f"{where} has routers of {len(shapes)} shapes {sorted(shapes)}; one list holds one run's MoE layers."
         )
-    dtypes = {layer.dtype for layer in layers}
-    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
-    return Piece(np.stack([layer.astype(dtype) for layer in layers]), where, source)
+    return Piece(np.stack(layers), where, source)
 
 
 def _batch(routed: Array, table: dict[str, Any], where: str, source: int) -> Iterator[Piece]:

@@ -100,10 +100,12 @@ def vocabulary(records: Records, model_vocab: int | None, where: str) -> int:
     else:
         known = np.empty(0, np.int64)
     largest = int(known.max(initial=-1))
-    said = model_vocab if records.facts.vocab_size is None else records.facts.vocab_size
-    if said is not None and largest >= max(said, model_vocab or 0):
-        raise InputError(f"{where} holds token id {largest}; the vocabulary has {max(said, model_vocab or 0)} entries.")
-    return max(said or 0, model_vocab or 0, largest + 1, 1)
+    said = max(records.facts.vocab_size or 0, model_vocab or 0)
+    if said and largest >= said:
+        if isinstance(records, TokenRecords):
+            where = records.row_name(int(np.argmax(records.token_id == largest)))
+        raise InputError(f"{where} holds token id {largest}; the vocabulary has {said} entries.")
+    return max(said, largest + 1, 1)
 
 
 def write_records(
@@ -176,7 +178,8 @@ def _write_rows(
 ) -> tuple[dict[str, int], bool]:
     """Level `token`: rows by falling weight where weights are known, by id elsewhere. Returns rows by part, ordered."""
     names = list(dict.fromkeys(sources))
-    code = np.array([names.index(name) for name in sources], np.int16)
+    numbers = {name: number for number, name in enumerate(names)}
+    code = np.array([numbers[name] for name in sources], np.int16)
     sequence = np.repeat(np.arange(len(records.seq_len)), records.seq_len)
     weighted = _has_weights(records, chosen, rows)
     writer = TraceWriter(folder, chosen.layers, names)
@@ -271,8 +274,14 @@ def _counted_rows(level: Level, entries: Entries, layer: TraceLayer) -> int:
 
 
 def count_notes(records: CountRecords, chosen: Chosen, where: str) -> list[str]:
-    """What makes counts doubtful: sums that K does not divide. Raises InputError for a layer without any."""
+    """What makes counts doubtful: sums that K does not divide.
+
+    Raises InputError for an expert outside its layer, or a layer without any count.
+    """
     for layer, entry in zip(chosen.layers, chosen.entries, strict=True):
+        largest, total = records.largest(entry), layer.num_experts + layer.num_zero
+        if largest >= total:
+            raise InputError(f"{where}: expert {largest} is outside layer {layer.id}, which has {total}.")
         if records.blank(entry):
             raise InputError(f"{where} has experts in layer {layer.id}, but all their counts are zero.")
     if records.level is not Level.COUNT:

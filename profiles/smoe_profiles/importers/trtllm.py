@@ -7,7 +7,7 @@ raw files are never mixed. With the load balancer on, num_experts is the number 
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import InputError
-from smoe_profiles.importers.files import Array, load_json, whole_numbers
+from smoe_profiles.importers.files import Array, counts, load_json, whole_numbers
 from smoe_profiles.importers.records import (
     CountRecords,
     Facts,
@@ -23,9 +23,9 @@ from smoe_profiles.importers.records import (
     Piece,
     ReadOptions,
     Records,
+    count_entries,
     join,
 )
-from smoe_profiles.levels import Entries
 from smoe_profiles.tables import load_arrays
 from smoe_profiles.tensors import read_shard
 
@@ -44,14 +44,17 @@ Table = dict[tuple[int, int], Array]
 
 @dataclass(frozen=True)
 class _Dump:
-    """One folder's files of one kind, by rank."""
+    """One folder's files of one kind in the order of ranks, each with its number among the files given.
+
+    unread: files of the kind that lie beside those given.
+    """
 
     folder: Path
-    ranks: tuple[Path, ...]
+    ranks: dict[Path, int]
+    unread: tuple[str, ...]
     kind: str
     num_experts: int
     top_k: int
-    source: int
 
 
 def read(paths: Sequence[Path], _options: ReadOptions) -> Records:
@@ -65,29 +68,28 @@ def read(paths: Sequence[Path], _options: ReadOptions) -> Records:
 
 
 def _dumps(paths: Sequence[Path]) -> list[_Dump]:
-    folders = [(path, sorted(path.iterdir()), source) for source, path in enumerate(paths) if path.is_dir()]
-    loose: dict[Path, tuple[int, list[Path]]] = {}
+    given: dict[Path, dict[Path, int]] = {}
     for source, path in enumerate(paths):
-        if not path.is_dir():
-            loose.setdefault(path.parent, (source, []))[1].append(path)
-    folders += [(folder, files, source) for folder, (source, files) in loose.items()]
-    return [_dump(folder, files, source) for folder, files, source in folders]
+        folder, files = (path, sorted(path.iterdir())) if path.is_dir() else (path.parent, [path])
+        given.setdefault(folder, {}).update(dict.fromkeys(files, source))
+    return [_dump(folder, files) for folder, files in given.items()]
 
 
-def _dump(folder: Path, files: Sequence[Path], source: int) -> _Dump:
-    found = {
-        kind: {int(match[1]): path for path in files if (match := pattern.fullmatch(path.name))}
-        for kind, pattern in KINDS.items()
-    }
-    kind = next((kind for kind, ranks in found.items() if ranks), None)
+def _ranks(files: Iterable[Path], kind: str) -> dict[int, Path]:
+    return {int(match[1]): path for path in files if (match := KINDS[kind].fullmatch(path.name))}
+
+
+def _dump(folder: Path, files: dict[Path, int]) -> _Dump:
+    kind = next((kind for kind in KINDS if _ranks(files, kind)), None)
     if kind is None:
         raise InputError(
             f"{folder} holds no rank0.safetensors, rank0_raw or cooccurrence_rank0; is it the right folder?"
         )
-    ranks = found[kind]
-    missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
+    given, there = _ranks(files, kind), _ranks(folder.iterdir(), kind)
+    missing = sorted(set(range(max(there) + 1)) - set(there))
     if missing:
-        raise InputError(f"{folder} has no file of rank {missing[0]}; ranks 0 to {max(ranks)} are needed.")
+        raise InputError(f"{folder} has no file of rank {missing[0]}; ranks 0 to {max(there)} are needed.")
+    unread = tuple(there[rank].name for rank in sorted(set(there) - set(given)))
     content = load_json(folder / META)
     table = content[0] if len(content) == 1 and isinstance(content[0], dict) else {}
     experts, top_k = (table.get(key) for key in ("num_experts", "num_experts_per_token"))
@@ -95,7 +97,8 @@ def _dump(folder: Path, files: Sequence[Path], source: int) -> _Dump:
         raise InputError(
             f"{folder / META} has num_experts, num_experts_per_token = {experts}, {top_k}; two numbers were expected."
         )
-    return _Dump(folder, tuple(ranks[rank] for rank in sorted(ranks)), kind, experts, top_k, source)
+    ranks = {given[rank]: files[given[rank]] for rank in sorted(given)}
+    return _Dump(folder, ranks, unread, kind, experts, top_k)
 
 
 def _table(path: Path) -> Table:
@@ -141,19 +144,15 @@ def _counted(dumps: Sequence[_Dump]) -> Records:
                     raise InputError(
                         f"{path}, {step}_{layer} has shape {list(array.shape)}; {META} says {list(shape)}."
                     )
-                total[layer] = total.get(layer, np.zeros(shape, np.int64)) + array.astype(np.int64)
+                total[layer] = total.get(layer, 0) + counts(array, f"{path}, {step}_{layer}")
     level = Level.PAIR if dumps[0].kind == "pair" else Level.COUNT
-    return CountRecords(_facts(dumps, sorted(total)), level, [_entries(total[layer]) for layer in sorted(total)])
-
-
-def _entries(counts: Array) -> Entries:
-    index = np.indices(counts.shape).reshape(counts.ndim, -1).astype(np.int64)
-    return dict(zip(("expert", "other"), index, strict=False)) | {"count": counts.reshape(-1)}
+    return CountRecords(_facts(dumps, sorted(total)), level, [count_entries(total[layer]) for layer in sorted(total)])
 
 
 def _facts(dumps: Sequence[_Dump], layers: list[int], notes: tuple[str, ...] = ()) -> Facts:
-    several = any(len(dump.ranks) > 1 for dump in dumps)
-    notes = ((REPEATS,) if several and dumps[0].kind != "raw" else ()) + notes
+    if dumps[0].kind != "raw" and any(len(dump.ranks) > 1 for dump in dumps):
+        notes = (REPEATS, *notes)
+    notes += tuple(f"{', '.join(dump.unread)} of {dump.folder} are not read" for dump in dumps if dump.unread)
     return Facts(LayerAxis.NUMBERED, tuple(layers), dumps[0].num_experts, dumps[0].top_k, notes=notes)
 
 
@@ -164,7 +163,7 @@ def _raw(dumps: Sequence[_Dump]) -> Records:
     copies: list[str] = []
     for dump in dumps:
         seen: set[str] = set()
-        for path in dump.ranks:
+        for path, source in dump.ranks.items():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             if digest in seen:
                 copies.append(path.name)
@@ -172,7 +171,7 @@ def _raw(dumps: Sequence[_Dump]) -> Records:
             seen.add(digest)
             table = _table(path)
             layers = _same_layers(layers, table, path)
-            pieces += [_piece(table, step, layers, path, dump.source) for step in sorted({key[0] for key in table})]
+            pieces += [_piece(table, step, layers, path, source) for step in sorted({key[0] for key in table})]
     notes = (f"{', '.join(copies)} repeat another rank's tokens and are left out",) if copies else ()
     return join(pieces, _facts(dumps, layers, notes))
 

@@ -85,6 +85,19 @@ def test_slot_counts_of_every_pass_and_rank_are_mapped_to_experts(tmp_path):
     assert found.records.facts.id_space == "physical"
 
 
+def test_a_dense_layer_may_have_any_slots_in_the_map(tmp_path):
+    counts = np.random.default_rng(0).integers(1, 9, (4, 64)).astype(np.int32)
+    counts[0] = 0
+    slots = np.tile(np.arange(64), (4, 1))
+    slots[0] = 2**40
+    record = {"forward_pass_id": 1, "rank": 0, "global_physical_count": torch.from_numpy(counts)}
+    content = {"records": [record], "last_physical_to_logical_map": torch.from_numpy(slots)}
+    torch.save(content, tmp_path / "pass.pt")
+    found = store(tmp_path, [tmp_path / "pass.pt"], options(DEEPSEEK))
+    assert [layer.id for layer in found.trace.layers] == [1, 2, 3]
+    assert entries(found.trace, 2) == dict(enumerate(counts[3].tolist()))
+
+
 def pass_record(number, tokens, rank=0, mode=1, padding=0, lens=None, start=0, layers=3):
     """A per_token record of Mixtral's shape: two of eight slots used, ids are slots."""
     slots = np.full((layers, tokens + padding, 8), -1, np.int32)
@@ -126,6 +139,22 @@ def test_rows_of_sglangs_passes_become_experts_with_their_tokens_phases_and_bord
     assert rows.experts_02.tolist() == sets(wanted[2])
 
 
+@pytest.mark.parametrize(
+    ("record", "lengths"),
+    [
+        ({"forward_mode": 2, "positions": [8, 9, 9, 4, 5, 5]}, [2, 1, 2, 1]),
+        ({"forward_mode": 1, "positions": [0, 1, 5, 6, 0, 1]}, [2, 2, 2]),
+        ({"forward_mode": 1, "positions": [0, 1, 2, 3, 4, 5], "extend_seq_lens": [2, 0, 4]}, [2, 0, 4]),
+        ({"forward_mode": 3, "positions": [0, 1, 2, 9, 9, 4, 88], "extend_seq_lens": [3, 1, 1, 1]}, [3, 1, 1, 1]),
+    ],
+    ids=["decode", "no lengths", "lengths", "mixed, padded positions"],
+)
+def test_no_position_stands_twice_in_a_sequence_of_a_pass(record, lengths, tmp_path):
+    found = read([save_records(tmp_path / "token.pt", [pass_record(1, 6) | record])], chosen_options=options(MIXTRAL))
+    assert found.seq_len.tolist() == lengths
+    assert found.position.tolist() == record["positions"][:6]
+
+
 def test_zero_rows_that_rocm_pads_with_are_no_tokens(tmp_path):
     record = pass_record(1, 6, padding=4)
     record["topk_ids_of_layer"][:, 6:, :2] = 0
@@ -162,7 +191,7 @@ def test_ranks_that_all_saw_the_same_tokens_count_once(tmp_path):
 def test_an_extra_slot_of_fused_shared_experts_is_refused(tmp_path):
     record = pass_record(1, 5)
     record["topk_ids_of_layer"][:, :, 2] = 7
-    with pytest.raises(InputError, match="use 3 slots a token, but tiny-mixtral has 2"):
+    with pytest.raises(InputError, match="forward pass 1 uses 3 slots a token, but tiny-mixtral has 2"):
         read([save_records(tmp_path / "token.pt", [record])], chosen_options=options(MIXTRAL))
 
 
@@ -180,8 +209,8 @@ def test_dense_layers_of_the_recorder_stay_blank_through_the_slot_map(tmp_path):
     found = store(tmp_path, [tmp_path / "token.pt"], options(DEEPSEEK), HELD)
     assert [layer.id for layer in found.trace.layers] == [1, 2, 3]
     assert columns(found.trace, "experts_03").experts_03.tolist() == sets(63 - slots[3, :, :6])
-    with pytest.raises(InputError, match="layer 0 is zero throughout"):
-        store(tmp_path / "none", [tmp_path / "token.pt"])
+    with pytest.raises(InputError, match="not which of them have experts; give --model"):
+        read([tmp_path / "token.pt"])
 
 
 # replies
@@ -202,30 +231,80 @@ def test_rows_of_a_reply_belong_to_its_tokens_from_the_start_and_the_last_has_no
     }
     (tmp_path / "reply.json").write_text(json.dumps(reply))
     assert recognise(tmp_path / "reply.json") is ImportFormat.VLLM
-    rows = columns(store(tmp_path, [tmp_path / "reply.json"], wanted=HELD).trace, "token_id", "phase", "experts_01")
+    found = store(tmp_path, [tmp_path / "reply.json"], options(MIXTRAL), HELD)
+    rows = columns(found.trace, "token_id", "phase", "experts_01")
     assert rows.token_id.tolist() == tokens[:-1]
     assert rows.phase.tolist() == ["prefill"] * 6 + ["decode"] * 3
     assert rows.experts_01.tolist() == sets(routed[:, 1])
 
 
-@pytest.mark.parametrize("rows", [8, 10])
-def test_one_row_too_few_or_too_many_is_an_error_and_never_a_shift(rows, tmp_path):  # F-22
-    reply = {"input_ids": list(range(6)), "output_ids": [1, 2, 3, 4], "routed_experts": base64_npy(routing(rows))}
-    (tmp_path / "reply.json").write_text(json.dumps(reply))
-    with pytest.raises(InputError, match=f"{rows} rows for 10 tokens from position 0; 9 were expected"):
-        read([tmp_path / "reply.json"])
+def replied(path, rows, **facts):
+    """A reply of so many rows."""
+    path.write_text(json.dumps({"routed_experts": base64_npy(routing(rows).astype(np.uint8))} | facts))
+    return path
 
 
-def test_a_reply_after_a_prefix_cache_hit_starts_where_it_says(tmp_path):  # F-25
-    reply = {
-        "prompt_token_ids": list(range(30)),
-        "routed_experts_start_len": 16,
-        "choices": [{"token_ids": [7, 8], "routed_experts": base64_npy(routing(15).astype(np.uint8))}],
-    }
-    (tmp_path / "reply.json").write_text(json.dumps(reply))
-    rows = columns(store(tmp_path, [tmp_path / "reply.json"], wanted=HELD).trace, "token_id")
+@pytest.mark.parametrize(
+    ("rows", "facts", "message"),
+    [
+        (10, {}, "10 rows for 10 tokens; at most 9 were expected"),
+        (8, {"start": 0}, "8 rows for 10 tokens; 9 from position 0 were expected"),
+        (9, {"start": 1}, "9 rows for 10 tokens; 8 from position 1 were expected"),
+        (2, {}, "2 rows for 4 sampled tokens"),
+        (9, {"completion_tokens": 5}, "completion_tokens = 5, but 4 token ids"),
+        (9, {"start": "0"}, "= '0'; a whole number was expected"),
+        (9, {"start": 2**32}, "= 4294967296; a whole number was expected"),
+    ],
+)
+def test_rows_that_no_tokens_could_give_are_an_error_and_never_a_shift(rows, facts, message, tmp_path):  # F-22
+    path = replied(tmp_path / "reply.json", rows, input_ids=list(range(6)), output_ids=[1, 2, 3, 4], **facts)
+    with pytest.raises(InputError, match=rf"reply\.json, reply 0 has .*{message}"):
+        read([path])
+
+
+@pytest.mark.parametrize("said", [{}, {"routed_experts_start_len": 16}])
+def test_a_reply_after_a_prefix_cache_hit_starts_where_it_says_or_its_rows_end(said, tmp_path):  # F-25
+    path = replied(tmp_path / "reply.json", 15, prompt_token_ids=list(range(30)), token_ids=[7, 8], **said)
+    found = store(tmp_path, [path], options(MIXTRAL), HELD)
+    rows = columns(found.trace, "token_id", "phase")
     assert rows.position.tolist() == list(range(16, 31))
     assert rows.token_id.tolist() == [*range(16, 30), 7]
+    assert rows.phase.tolist() == ["prefill"] * 14 + ["decode"]
+    assert found.records.facts.notes == ("1 of 1 sequences have no rows for their first tokens, and start behind them",)
+
+
+@pytest.mark.parametrize(
+    ("facts", "first", "token_id"),
+    [
+        ({"prompt_tokens": 9, "completion_tokens": 3}, 2, [-1] * 9),
+        ({"output_ids": [5, 6, 7]}, None, [*[-1] * 7, 5, 6]),
+        ({"start": 4, "output_ids": [5, 6, 7]}, 4, [*[-1] * 7, 5, 6]),
+        ({"start": 4, "input_ids": [*range(12)]}, 4, [*range(4, 12), -1]),
+        ({"input_ids": [*range(12)]}, None, [-1] * 9),
+        ({}, None, [-1] * 9),
+    ],
+)
+def test_tokens_are_placed_by_what_is_known_and_positions_not_known_are_said(facts, first, token_id, tmp_path):  # F-25
+    found = read([replied(tmp_path / "reply.json", 9, **facts)])
+    assert found.position.tolist() == list(range(first or 0, (first or 0) + 9))
+    assert found.token_id.tolist() == [UNKNOWN_TOKEN if token == -1 else token for token in token_id]
+    assert (first is None) == any("their positions are not known" in note for note in found.facts.notes)
+
+
+def test_the_lengths_of_an_answer_with_one_choice_place_its_rows_and_of_several_do_not(tmp_path):
+    answer = {"usage": {"prompt_tokens": 6, "completion_tokens": 4}}
+    choices = [{"routed_experts": base64_npy(routing(7))}] * 2
+    (tmp_path / "one.json").write_text(json.dumps(answer | {"choices": choices[:1]}))
+    (tmp_path / "two.json").write_text(json.dumps(answer | {"choices": choices}))
+    assert read([tmp_path / "one.json"]).position.tolist() == list(range(2, 9))
+    assert read([tmp_path / "two.json"]).position.tolist() == [*range(7)] * 2
+
+
+def test_the_reply_and_the_choice_at_fault_are_named(tmp_path):
+    sound, short = ({"index": index, "routed_experts": base64_npy(routing(9)[:, : 3 - index])} for index in range(2))
+    (tmp_path / "reply.json").write_text(json.dumps({"id": "cmpl-7", "choices": [sound, short]}))
+    with pytest.raises(InputError, match=r"reply\.json, reply cmpl-7, choice 1 has 2 layers .*; .*choice 0 has 3"):
+        read([tmp_path / "reply.json"])
 
 
 def test_raw_int32_of_sglang_needs_the_model_for_its_shape(tmp_path):
@@ -238,7 +317,7 @@ def test_raw_int32_of_sglang_needs_the_model_for_its_shape(tmp_path):
     assert rows.token_id[:11].tolist() == [UNKNOWN_TOKEN] * 9 + [1, 2]  # output ids are placed from the end
     assert rows.phase[:11].tolist() == ["prefill"] * 9 + ["decode"] * 2
     assert rows.experts_00.tolist() == sets(routed[:, 0]) * 3
-    with pytest.raises(InputError, match="raw int32, which does not say its shape; give --model"):
+    with pytest.raises(InputError, match=r"reply 0: every decoder layer is listed.* give --model"):
         read([tmp_path / "replies.jsonl"])
     with pytest.raises(InputError, match="264 bytes of routing, which is no number of rows of 4 layers and 6 experts"):
         read([tmp_path / "replies.jsonl"], chosen_options=options(DEEPSEEK))
@@ -249,9 +328,9 @@ def test_an_array_of_vllm_is_one_sequence(dtype, tmp_path):
     routed = routing(12).astype(dtype)
     np.save(tmp_path / "one.npy", routed)
     np.save(tmp_path / "two.npy", routed[:5])
-    rows = columns(
-        store(tmp_path, [tmp_path / "one.npy", tmp_path / "two.npy"], wanted=HELD).trace, "experts_02", "source"
-    )
+    found = store(tmp_path, [tmp_path / "one.npy", tmp_path / "two.npy"], options(MIXTRAL), HELD)
+    rows = columns(found.trace, "experts_02", "source")
+    assert "2 of 2 sequences do not say at which position they start" in found.records.facts.notes[0]
     assert rows.sequence.tolist() == [0] * 12 + [1] * 5
     assert rows.source.tolist() == ["one"] * 12 + ["two"] * 5
     assert rows.experts_02.tolist() == sets(np.concatenate([routed, routed[:5]])[:, 2])
@@ -289,6 +368,22 @@ def test_raw_ids_beside_counts_are_read_once_and_alone(tmp_path):
     assert set(rows.token_id.tolist()) == {UNKNOWN_TOKEN}
     one = store(tmp_path / "counts", [folder / "rank0.safetensors"])
     assert entries(one.trace, 0) == dict.fromkeys(range(8), 1)
+    assert not one.records.facts.notes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_beside_those_given_are_said_not_to_be_read(rank, tmp_path):
+    folder = trtllm_folder(tmp_path / "stats", [{"0_3": np.full(8, count)} for count in (1, 2, 3)])
+    found = store(tmp_path, [folder / f"rank{rank}.safetensors"])
+    assert entries(found.trace, 0) == dict.fromkeys(range(8), rank + 1)
+    unread = ", ".join(f"rank{other}.safetensors" for other in range(3) if other != rank)
+    assert found.records.facts.notes == (f"{unread} of {folder} are not read",)
+
+
+def test_a_folder_and_a_file_in_it_are_one_thing_given_twice(tmp_path):
+    folder = trtllm_folder(tmp_path / "stats", [{"0_3": np.ones(8, np.int64)}])
+    with pytest.raises(InputError, match=r"rank0\.safetensors is given twice"):
+        read([folder / "rank0.safetensors", folder])
 
 
 def test_co_occurrence_is_level_pair(tmp_path):

@@ -147,6 +147,12 @@ def test_json_that_is_no_reply_is_refused(text, tmp_path):
         {"logical_count": torch.ones(4)},
         {"logical_count": torch.ones(4, dtype=torch.bfloat16)},
         {"logical_count": "many"},
+        {"logical_count": torch.full((2, 3, 8), -1, dtype=torch.int32)},
+        {"records": [pass_record(1, 3) | {"positions": None}]},
+        {"records": [pass_record(1, 3) | {"positions": [0, 1]}]},
+        {"records": [pass_record(1, 3) | {"extend_seq_lens": [1, 1]}]},
+        {"records": [pass_record(1, 3) | {"extend_seq_lens": [4, -1]}]},
+        {"records": [pass_record(1, 3) | {"extend_seq_lens": [3], "positions": [0, 1, 1]}]},
         {"something": torch.ones(4)},
         torch.ones(3, 3, 3, 3, 3, dtype=torch.int32),
         [torch.ones(3, dtype=torch.int32)],
@@ -154,7 +160,7 @@ def test_json_that_is_no_reply_is_refused(text, tmp_path):
         5,
         None,
     ],
-    ids=range(19),
+    ids=range(25),
 )
 def test_a_pt_file_that_is_no_record_is_refused(content, tmp_path):
     if isinstance(content, dict) and "records" in content:
@@ -163,6 +169,22 @@ def test_a_pt_file_that_is_no_record_is_refused(content, tmp_path):
     for kind in (ImportFormat.AUTO, ImportFormat.SGLANG, ImportFormat.REPLAY):
         with pytest.raises(InputError):
             read_records([tmp_path / "a.pt"], kind, options("tiny-mixtral"))
+
+
+def test_a_tensor_file_with_a_flipped_bit_fails_its_checksum(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"logical_count": torch.full((3, 3, 8), 77, dtype=torch.int32)}, path)
+    content = path.read_bytes()
+    place = content.index(np.full(8, 77, "<i4").tobytes())
+    path.write_bytes(content[:place] + bytes([78]) + content[place + 1 :])
+    with pytest.raises(InputError, match=r"a\.pt is damaged: .*data/0 does not match its checksum"):
+        read([path], chosen_options=options("tiny-mixtral"))
+
+
+def test_replies_nested_in_each_other_are_no_replies(tmp_path):
+    (tmp_path / "a.json").write_text("[" * 400 + '{"routed_experts": ""}' + "]" * 400)
+    with pytest.raises(InputError, match="has no routed_experts"):
+        read([tmp_path / "a.json"])
 
 
 def test_files_of_two_formats_are_imported_apart(tmp_path):

@@ -14,8 +14,8 @@ def tokens(facts, layers, experts=64, top_k=6):
     return join([Piece(distinct_rows(np.random.default_rng(1), (layers, 20, top_k), experts), "dump.bin")], facts)
 
 
-def hidden(layers=4, dense=(0,)):
-    found = tokens(Facts(LayerAxis.HIDDEN), layers)
+def hidden(layers=4, dense=(0,), axis=LayerAxis.HIDDEN):
+    found = tokens(Facts(axis), layers)
     for layer in dense:
         found.ids[layer][:] = 0
     return found
@@ -34,12 +34,25 @@ def test_dense_layers_of_a_hidden_layer_axis_are_dropped_by_the_models_config():
 
 def test_a_zero_layer_needs_a_model_to_be_known_as_dense():
     with pytest.raises(InputError, match="layer 0 is zero throughout, so it may be dense; give --model"):
-        chosen(hidden())
+        chosen(hidden(axis=LayerAxis.ORDINAL))
+
+
+@pytest.mark.parametrize("dense", [(), (0,)])
+def test_a_list_of_all_decoder_layers_needs_a_model_whether_one_is_zero_or_not(dense):
+    with pytest.raises(InputError, match="every decoder layer is listed, but not which of them have experts; give"):
+        chosen(hidden(dense=dense))
 
 
 def test_experts_in_a_dense_layer_are_another_models():
-    with pytest.raises(InputError, match="experts in layer 0, but tiny-deepseek has none there"):
+    with pytest.raises(InputError, match=r"layer 0, but tiny-deepseek has none there \(first: row 0 of dump\.bin\)"):
         chosen(hidden(dense=()), DEEPSEEK)
+
+
+@pytest.mark.parametrize("facts", [Facts(LayerAxis.NUMBERED, (0,)), Facts(LayerAxis.NUMBERED, (0,), 2**16 + 1)])
+def test_more_experts_than_a_trace_can_name_are_refused(facts):
+    records = join([Piece(np.array([[[3, 2**16]]]), "dump.bin")], facts)
+    with pytest.raises(InputError, match="65537 experts in layer 0; a trace can name 65536"):
+        chosen(records)
 
 
 def test_mlp_layers_in_order_get_the_decoders_numbers_from_the_model():

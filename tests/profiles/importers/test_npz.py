@@ -1,5 +1,6 @@
 """NumPy archives: keys by default and by name, axes in any order, triples, counts, and what is none of them."""
 
+import shutil
 from itertools import permutations
 from pathlib import Path
 
@@ -154,7 +155,8 @@ def test_triples_are_counts_by_token_id_and_several_files_add_up(tmp_path):
     path = FIXTURES / "mixtral8x7b_triples.npz"
     with np.load(path) as file:
         triples = {name: file[f"{name}_L7"].astype(int) for name in ("tok", "exp", "cnt")}
-    once, twice = store(tmp_path / "one", [path]), store(tmp_path / "two", [path, path], options(triples=True))
+    again = shutil.copy(path, tmp_path / "again.npz")
+    once, twice = store(tmp_path / "one", [path]), store(tmp_path / "two", [path, again], options(triples=True))
     assert once.trace.level is Level.TOKEN_COUNT
     assert [layer.id for layer in once.trace.layers] == [0, 7, 15]
     keys = zip(triples["tok"].tolist(), triples["exp"].tolist(), strict=True)
@@ -162,6 +164,29 @@ def test_triples_are_counts_by_token_id_and_several_files_add_up(tmp_path):
     assert entries(once.trace, 1) == wanted
     assert entries(twice.trace, 1) == {key: 2 * count for key, count in wanted.items()}
     assert once.trace.rows("fit") == max(sum(entries(once.trace, layer).values()) for layer in range(3)) // 2
+
+
+def test_a_file_given_twice_is_refused_by_whatever_path(tmp_path):
+    path = archive(tmp_path / "a.npz", **FACTS, ids=IDS)
+    (tmp_path / "link.npz").symlink_to(path)
+    for again in (path, tmp_path / "link.npz"):
+        with pytest.raises(InputError, match="is given twice; its rows would count twice"):
+            read([path, again])
+
+
+def test_of_several_files_the_one_at_fault_is_named(tmp_path):
+    sound = archive(tmp_path / "sound.npz", **FACTS, ids=IDS, tokens=np.arange(30), vocab_size=30)
+    words = archive(tmp_path / "words.npz", **FACTS, ids=IDS, tokens=np.arange(1, 31))
+    with pytest.raises(InputError, match=r"row 29 of .*words\.npz holds token id 30; the vocabulary has 30"):
+        store(tmp_path, [sound, words])
+    heavy = archive(tmp_path / "heavy.npz", **FACTS, ids=IDS, weights=np.full(IDS.shape, 1e6))
+    with pytest.raises(InputError, match=r"heavy\.npz has weights"):
+        store(tmp_path, [sound, heavy])
+    wrong = IDS.copy()
+    wrong[0, 7] = 3
+    twice = archive(tmp_path / "twice.npz", **FACTS, ids=wrong)
+    with pytest.raises(InputError, match=r"row 7 of .*twice\.npz, layer 2: \[3, 3, 3\]"):
+        store(tmp_path, [sound, twice])
 
 
 def test_counts_alone_are_level_count(tmp_path):
@@ -215,8 +240,9 @@ def test_decode_rows_of_logged_batches_are_told_from_prompts():
         (
             {"tok_L0": np.arange(3), "exp_L0": np.array([0, 1, 9]), "cnt_L0": np.arange(3), "num_experts": 8},
             {},
-            "expert 9 is outside",
+            r"the files: expert 9 is outside layer 0, which has 8",
         ),
+        ({"expert_counts": np.array([[1, -2]]), "layer_ids": np.array([0])}, {}, "expert_counts holds -2; counts were"),
     ],
 )
 def test_an_archive_that_cannot_be_read_is_named_with_what_it_holds(arrays, named, message, tmp_path):

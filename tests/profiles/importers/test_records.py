@@ -197,11 +197,18 @@ def test_token_ids_not_known_are_told_from_token_ids_out_of_range():
     ("change", "message"),
     [
         ({"seq_len": np.array([2, 2])}, "3 rows, but its sequences have 4"),
-        ({"seq_len": np.array([4, -1])}, "3 rows, but its sequences have 3"),
+        ({"seq_len": np.array([4, -1])}, "has a sequence of -1 tokens"),
         ({"token_id": np.arange(4)}, r"3 rows, but token_id for \[4\]"),
         ({"position": np.arange(2)}, "3 rows, but position"),
         ({"weights": np.zeros((2, 4, 2), np.float32)}, "the same axes with at most as many tokens"),
         ({"weights": np.zeros((2, 3, 2), np.int32)}, "weights int32"),
+        (
+            {"weights": np.array([[[0.5, 1]], [[65504, 65505]]])},
+            r"weights \[65504.0, 65505.0\] in row 0, entry 1 of its",
+        ),
+        ({"weights": np.array([[[0.5, 1]], [[1, -0.25]]])}, r"weights \[1.0, -0.25\]"),
+        ({"weights": np.array([[[np.nan, 1]], [[1, 1]]])}, r"weights \[nan, 1.0\] in row 0, entry 0"),
+        ({"weights": np.array([[[np.inf, 1]], [[1, 1]]], np.float16)}, r"weights \[inf, 1.0\]"),
     ],
 )
 def test_a_piece_that_contradicts_itself_is_refused(change, message):
