@@ -102,8 +102,8 @@ def write_runtime(
     choice: TokenChoice,
     model: dict[str, object],
     layout: str,
-) -> None:
-    """runtime.safetensors: everything a run time looks up, contracted to ranks."""
+) -> dict[str, int]:
+    """runtime.safetensors: everything a run time looks up, contracted to ranks. Returns each tensor's bytes."""
     token = np.stack([layer.token for layer in layers])
     best = token.max(axis=2)
     arrays = {
@@ -136,6 +136,7 @@ def write_runtime(
         "model": json.dumps(model, sort_keys=True),
     }
     save_arrays(path, arrays, metadata)
+    return {name: array.nbytes for name, array in arrays.items()}
 
 
 def read_runtime(artefact: Artefact) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:

@@ -247,11 +247,16 @@ def publish_placement(
         with console.progress("placing", len(tables.layers), "layers") as advance:
             placement, plans, confirmation = solve_layers(tables, options, jobs, advance)
         choice = choose_smoothing(tables, placement)
+        with console.progress("fitting predictors", len(tables.layers), "layers") as advance:
+            predictors = []
+            for layer in contract_tables(tables, placement, choice):
+                predictors.append(layer)
+                advance(1)
         write_placement(draft.path / PLACEMENT_FILE, placement)
-        write_runtime(
+        sizes = write_runtime(
             draft.path / RUNTIME,
             placement,
-            list(contract_tables(tables, placement, choice)),
+            predictors,
             top_k=tables.layers[0].top_k,
             choice=choice,
             model=tables.artefact.model,
@@ -265,6 +270,8 @@ def publish_placement(
         draft.parameters |= {"map_sha256": placement.map_sha256, "token_table": asdict(choice)}
         draft.parameters["confirmed"] = confirmation.confirmed
         document = {"path": str(target), **draft.parameters, "layers": log}
+        document["predictors"] = [layer.chosen.value for layer in predictors]
+        document["runtime_bytes"] = sizes
         document["validation_gain"] = confirmation.mean_gain
         document["validation_two_standard_errors"] = _finite(confirmation.two_standard_errors)
     return document

@@ -1,5 +1,6 @@
 """smoe cocluster: place the experts on ranks so that tokens stay local."""
 
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +83,13 @@ def _show(common: Common, document: dict[str, Any]) -> None:
         )
     columns = ["layer", "contiguous", "placed", "found by", "validation gain"]
     common.console.table(f"{document['path']}: {document['goal']} on the fit rows, lower is better", columns, rows)
+    sizes, chosen = document["runtime_bytes"], Counter(document["predictors"]).most_common()
+    preferred = ", ".join(f"{name} in {count}" for name, count in chosen)
+    common.console.line(f"predictors preferred on validation: {preferred} of {len(document['layers'])} layers")
+    common.console.line(
+        f"run-time tables: {sum(sizes.values()) / 1e6:.1f} MB, of which the rank of every token id "
+        f"{sizes['token_rank'] / 1e6:.1f} MB and its scores {sizes['token_scores'] / 1e6:.1f} MB"
+    )
     gain = _gain(document)
     if document["confirmed"]:
         common.console.line(f"confirmed on validation blocks, mean over layers: {gain} (two standard errors)")

@@ -58,13 +58,16 @@ def kill_at(arguments, folder, journal, size):
     return process.wait()
 
 
-def test_a_run_killed_twice_and_started_again_gives_the_same_bytes(run_smoe, tmp_path):
+@pytest.mark.parametrize(
+    ("early_gate", "sizes"), [("none", (210_000, 430_000)), ("sample", (1_000_000, 1_200_000))], ids=["plain", "early"]
+)  # sizes of the journal after the first and after the second batch, and a little
+def test_a_run_killed_twice_and_started_again_gives_the_same_bytes(early_gate, sizes, run_smoe, tmp_path):
     texts = Path(__file__).parents[1] / "fixtures/texts/heldout.jsonl.gz"
     command = ["profile", "--model", "tiny-deepseek", "--dataset", str(texts), "--max-tokens", "14000"]
-    command += ["--early-gate", "sample"]
+    command += ["--early-gate", early_gate]
     run_smoe(*command, "-C", "whole", "-q", cwd=tmp_path)
     journal = tmp_path / "killed/.trace.partial/.part.journal"
-    for size in (50_000, 300_000):
+    for size in sizes:
         assert kill_at([*command, "-C", "killed"], tmp_path, journal, size) == -signal.SIGKILL
         assert not (tmp_path / "killed/trace").exists()
     last = run_smoe(*command, "-C", "killed", cwd=tmp_path)
