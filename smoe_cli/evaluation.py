@@ -4,24 +4,44 @@ Axes: N held-out rows, E experts, G ranks, K experts a token.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from smoe_cli.breakdown import (
+    CEILINGS,
+    NONE,
+    ORACLE,
+    Grouping,
+    Shuffle,
+    expert_figures,
+    group_document,
+    group_layer,
+    groupings,
+    hottest_of_ids,
+    mean_tree,
+    plain_figures,
+    row_facts,
+    score_logits,
+    share,
+)
 from smoe_cli.console import Console
 from smoe_cli.contraction import contract_tables
 from smoe_cli.folder import EVALUATION, sibling
 from smoe_cli.placement import Placement, layer_predictors, read_placement, read_runtime
+from smoe_cli.request_routing import WAY, RequestSums, arriving_requests, held_out_requests, request_document
 from smoe_profiles.artefact import Artefact, publish, require_parent
-from smoe_profiles.errors import ImpossibleError, InputError
+from smoe_profiles.errors import ImpossibleError, InputError, SmoeError
 from smoe_profiles.gates import GateRecord, GateRows, gate_record
-from smoe_profiles.models import describe_identity, same_model
+from smoe_profiles.models import describe_identity, find_model, same_model
 from smoe_profiles.tables import Tables
 from smoe_profiles.trace import ExpertIds, Trace, TraceLayer
 from smoe_solvers.choices import Assignment, Predictor
+from smoe_solvers.expert_prediction import score_rows
 from smoe_solvers.figures import (
     Figures,
     home_by_scores,
@@ -34,16 +54,20 @@ from smoe_solvers.predictors import (
     Context,
     LayerPredictors,
     TokenChoice,
+    linear_logits,
     local_counts,
     quantise,
     rank_labels,
     score,
 )
 
-STATES = ("contiguous", "placed", "shuffled", "placed+shuffled", "contiguous+oracle", "oracle")
-NONE, ORACLE = "none", "oracle"
+STATES = tuple(CEILINGS)
+SHUFFLED = {"contiguous": "shuffled", "placed": "placed+shuffled"}
 GATED = (Predictor.EARLY_GATE, Predictor.LINEAR)
 """Predictors that need what is known just before a layer's attention."""
+
+FORETELLING = (Predictor.TOKEN, *GATED)
+"""Predictors that name experts, not only ranks."""
 
 Measured = dict[str, dict[str, dict[str, Figures]]]
 """state -> predictor -> assignment -> figures."""
@@ -92,18 +116,99 @@ class _Side:
     layers: Sequence[LayerPredictors]
     labels: list[npt.NDArray[np.uint8]]
 
-    def scores(
-        self, index: int, predictor: Predictor, token_id: npt.NDArray[np.uint32], gate: GateRows | None, top_k: int
-    ) -> npt.NDArray[np.uint8]:
-        """[N, G] u8 scores of a predictor at a layer, from what is known before its router runs."""
-        context = Context(
+    def context(self, token_id: npt.NDArray[np.uint32], gate: GateRows | None) -> Context:
+        """What is known of N rows before a layer's router runs."""
+        return Context(
             token_id,
             two=self.labels[-2] if len(self.labels) > 1 else None,
             one=self.labels[-1] if self.labels else None,
             early=gate.early if gate else None,
             features=gate.features if gate else None,
         )
-        return score(self.layers[index], predictor, context, self.placement.expert_to_rank[index], top_k)
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer walked under both placements.
+
+    shuffles: its states, in order of STATES and predictors; token_scores: [N, G] of the token table by placement;
+    predictors: the placed side's.
+    """
+
+    layer: TraceLayer
+    experts: ExpertIds
+    gate: GateRows | None
+    shuffles: list[Shuffle]
+    token_scores: dict[str, npt.NDArray[np.uint8]]
+    predictors: LayerPredictors
+
+    def counts(self, placement: str) -> npt.NDArray[np.int32]:
+        """n_g of every row, [N, G]."""
+        return next(shuffle.counts for shuffle in self.shuffles if shuffle.state == placement)
+
+
+def walk_layers(
+    rows: HeldOut,
+    tables: Tables,
+    placement: Placement,
+    served: Sequence[LayerPredictors],
+    choice: TokenChoice,
+    *,
+    predictors: Sequence[Predictor],
+    batch: int,
+) -> Iterator[LayerRun]:
+    """Every layer in turn. served: the placement's own predictors; the contiguous ones are contracted here."""
+    experts_per_rank = placement.expert_to_rank.shape[1] // placement.num_ranks
+    flat = (np.arange(placement.expert_to_rank.shape[1]) // experts_per_rank).astype(np.int32)
+    contiguous = Placement(placement.layer_ids, np.tile(flat, (len(placement.layer_ids), 1)), placement.num_ranks)
+    sides = {
+        "contiguous": _Side(contiguous, list(contract_tables(tables, contiguous, choice)), []),
+        "placed": _Side(placement, served, []),
+    }
+    still = home_without_shuffle(len(rows.token_id), placement.num_ranks, batch)
+    for index, layer in enumerate(rows.trace.layers):
+        experts, gate = rows.layer(layer)
+        shuffles, token_scores = [], {}
+        for name, side in sides.items():
+            to_rank, context = side.placement.expert_to_rank[index], side.context(rows.token_id, gate)
+            counts = local_counts(experts, to_rank, placement.num_ranks)
+            shuffles.append(Shuffle(name, NONE, counts, None, {how.value: still for how in Assignment}))
+            for predictor in predictors:
+                scores = score(side.layers[index], predictor, context, to_rank, layer.top_k)
+                shuffles.append(_shuffle(SHUFFLED[name], predictor.value, counts, scores, batch))
+            shuffles.append(_shuffle(CEILINGS[name], ORACLE, counts, quantise(counts, layer.top_k), batch))
+            token_scores[name] = score(side.layers[index], Predictor.TOKEN, context, to_rank, layer.top_k)
+            side.labels.append(rank_labels(experts, to_rank, placement.num_ranks))
+        shuffles.sort(key=lambda shuffle: STATES.index(shuffle.state))
+        yield LayerRun(layer, experts, gate, shuffles, token_scores, served[index])
+
+
+def _shuffle(
+    state: str, predictor: str, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8], batch: int
+) -> Shuffle:
+    homes = {how.value: home_by_scores(scores, batch, how) for how in Assignment}
+    return Shuffle(state, predictor, counts, scores, homes)
+
+
+def layer_figures(run: LayerRun, batch: int) -> Measured:
+    """Figures of a layer's states, each with its share of the oracle's lar under the same assignment."""
+    found: Measured = {}
+    for shuffle in run.shuffles:
+        found.setdefault(shuffle.state, {})[shuffle.predictor] = {
+            assignment: measure(shuffle.counts, home, batch, shuffle.scores)
+            for assignment, home in shuffle.homes.items()
+        }
+    ceilings = {state: found[ceiling][ORACLE] for state, ceiling in CEILINGS.items()}
+    return {
+        state: {
+            predictor: {
+                assignment: replace(figures, oracle_share=share(figures.lar, ceilings[state][assignment].lar))
+                for assignment, figures in by_assignment.items()
+            }
+            for predictor, by_assignment in by_predictor.items()
+        }
+        for state, by_predictor in found.items()
+    }
 
 
 def evaluate_placement(
@@ -118,42 +223,11 @@ def evaluate_placement(
     progress: Callable[[int], None],
 ) -> list[Measured]:
     """Figures of every layer. served: the placement's own predictors; the contiguous ones are contracted here."""
-    experts_per_rank = placement.expert_to_rank.shape[1] // placement.num_ranks
-    flat = (np.arange(placement.expert_to_rank.shape[1]) // experts_per_rank).astype(np.int32)
-    contiguous = Placement(placement.layer_ids, np.tile(flat, (len(placement.layer_ids), 1)), placement.num_ranks)
-    sides = {
-        "contiguous": _Side(contiguous, list(contract_tables(tables, contiguous, choice)), []),
-        "placed": _Side(placement, served, []),
-    }
-    home = home_without_shuffle(len(rows.token_id), placement.num_ranks, batch)
     measured = []
-    for index, layer in enumerate(rows.trace.layers):
-        experts, gate = rows.layer(layer)
-        found: Measured = {}
-        for name, side in sides.items():
-            counts = local_counts(experts, side.placement.expert_to_rank[index], placement.num_ranks)
-            plain = measure(counts, home, batch, None)
-            found[name] = {NONE: {assignment.value: plain for assignment in Assignment}}
-            shuffled = "shuffled" if name == "contiguous" else "placed+shuffled"
-            found[shuffled] = {
-                predictor.value: _shuffled(
-                    counts, side.scores(index, predictor, rows.token_id, gate, layer.top_k), batch
-                )
-                for predictor in predictors
-            }
-            ceiling = "contiguous+oracle" if name == "contiguous" else "oracle"
-            found[ceiling] = {ORACLE: _shuffled(counts, quantise(counts, layer.top_k), batch)}
-            side.labels.append(rank_labels(experts, side.placement.expert_to_rank[index], placement.num_ranks))
-        measured.append({state: found[state] for state in STATES})
+    for run in walk_layers(rows, tables, placement, served, choice, predictors=predictors, batch=batch):
+        measured.append(layer_figures(run, batch))
         progress(1)
     return measured
-
-
-def _shuffled(counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8], batch: int) -> dict[str, Figures]:
-    return {
-        assignment.value: measure(counts, home_by_scores(scores, batch, assignment), batch, scores)
-        for assignment in Assignment
-    }
 
 
 def _check_predictors(predictors: Sequence[Predictor], served: Sequence[LayerPredictors], chosen: Artefact) -> None:
@@ -179,12 +253,12 @@ def mean_over_layers(measured: list[Measured]) -> Measured:
     }
 
 
-def as_document(measured: Measured, ranks: int) -> dict[str, Any]:
+def as_document(measured: Measured, ranks: int, hidden_size: int | None) -> dict[str, Any]:
     """Figures as plain dictionaries, wire rows of every way to run a layer beside them."""
     return {
         state: {
             predictor: {
-                assignment: asdict(figures) | {"wire_rows": wire_rows(figures.remote_fanout, ranks)}
+                assignment: plain_figures(figures, wire_rows(figures.remote_fanout, ranks), hidden_size)
                 for assignment, figures in by_assignment.items()
             }
             for predictor, by_assignment in by_predictor.items()
@@ -193,20 +267,28 @@ def as_document(measured: Measured, ranks: int) -> dict[str, Any]:
     }
 
 
-def measure_placement(
-    chosen: Artefact,
-    tables: Tables,
-    trace: Trace,
-    *,
-    predictors: Sequence[Predictor],
-    batch: int,
-    max_tokens: int | None,
-    console: Console,
-) -> dict[str, Any]:
-    """Measure and publish evaluation-epG/ (an earlier one is replaced). Returns {total, layers, context}.
+def foretold_experts(
+    run: LayerRun, tables: Tables, token_id: npt.NDArray[np.uint32], predictors: Sequence[Predictor]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Of each predictor that names experts, how many of the true ones are among the K it names."""
+    ids, index = np.unique(token_id, return_inverse=True)
+    found = {}
+    for predictor in (each for each in predictors if each in FORETELLING):
+        if predictor is Predictor.TOKEN:
+            num_ids = run.layer.num_experts + run.layer.num_zero
+            hot = hottest_of_ids(tables.counts(run.layer), ids, num_ids, run.layer.top_k)
+            scores = score_rows(hot, index, run.experts)
+        else:
+            assert run.gate is not None
+            context = Context(token_id, early=run.gate.early, features=run.gate.features)
+            logits = run.gate.early if predictor is Predictor.EARLY_GATE else linear_logits(run.predictors, context)
+            scores = score_logits(logits, run.experts)
+        found[predictor.value] = expert_figures(scores, index, len(ids))
+    return found
 
-    Raises InputError if the trace is of another model or has no held-out rows, or the tables are not the placement's.
-    """
+
+def _check_inputs(chosen: Artefact, tables: Tables, trace: Trace) -> None:
+    """Raises InputError if the trace is of another model or has no held-out rows, or the tables are not the parent."""
     require_parent(chosen, tables.artefact)
     if not same_model(trace.artefact.model, chosen.model):
         raise InputError(
@@ -217,21 +299,95 @@ def measure_placement(
         raise InputError(
             f"{trace.artefact.path} has no held-out rows; record some with smoe profile --split heldout -C T."
         )
+
+
+def _hidden_size(trace: Trace) -> int | None:
+    """The hidden size of the model a trace was recorded from, or None where its config is not at hand."""
+    name = trace.artefact.run().get("model")
+    try:
+        return find_model(str(name), download=False).spec.hidden_size if name else None
+    except SmoeError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """What is gathered layer by layer, and the document it makes."""
+
+    partitions: dict[str, Grouping]
+    ranks: int
+    hidden_size: int | None
+    sums: dict[str, RequestSums]
+    layers: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, run: LayerRun, batch: int, experts: dict[str, Any]) -> None:
+        name = str(run.layer.id)
+        self.layers[name] = as_document(layer_figures(run, batch), self.ranks, self.hidden_size)
+        self.experts[name] = experts
+        for key, partition in self.partitions.items():
+            self.groups.setdefault(key, {})[name] = group_layer(partition, run.shuffles)
+        for placement, sums in self.sums.items():
+            sums.add(run.counts(placement), run.token_scores[placement])
+
+    def document(self) -> dict[str, Any]:
+        by_group = {key: group_document(self.partitions[key], layers) for key, layers in self.groups.items()}
+        return by_group | {
+            "total": mean_tree(list(self.layers.values())),
+            "layers": self.layers,
+            "experts": {"total": mean_tree(list(self.experts.values())), "layers": self.experts},
+            WAY: request_document(self.sums, list(self.layers), self.hidden_size),
+        }
+
+
+def measure_placement(
+    chosen: Artefact,
+    tables: Tables,
+    trace: Trace,
+    *,
+    predictors: Sequence[Predictor],
+    batch: int,
+    max_tokens: int | None,
+    arrivals: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure and publish evaluation-epG/ (an earlier one is replaced). Returns what evaluation.json holds.
+
+    arrivals: a file of requests; None: every held-out sequence is one.
+    Raises InputError if the trace is of another model or has no held-out rows, the tables are not the placement's, or
+    the requests cannot be read.
+    """
+    _check_inputs(chosen, tables, trace)
     placement = read_placement(chosen)
     arrays, metadata = read_runtime(chosen)
     served = [layer_predictors(arrays, metadata, index) for index in range(len(placement.layer_ids))]
     _check_predictors(predictors, served, chosen)
     rows = held_out(trace, predictors, served[0], max_tokens)
-    choice = TokenChoice(**json.loads(metadata["token_table"]))
+    facts = row_facts(trace, rows.record, len(rows.token_id))
+    requests = arriving_requests(arrivals, facts) if arrivals else held_out_requests(facts)
+    occurrences, _ = tables.vocabulary()
+    gathering = _Gathering(
+        groupings(facts, rows.token_id, occurrences.sum(axis=0)),
+        placement.num_ranks,
+        _hidden_size(trace),
+        {name: RequestSums(requests) for name in SHUFFLED},
+    )
     context = {
         "trace": trace.artefact.id,
+        "tables": tables.artefact.id,
+        "fitted_on": tables.artefact.parameters.get("sources"),
         "part": "heldout",
         "rows": len(rows.token_id),
+        "unseen_tokens": gathering.partitions["by_frequency"].share("unseen"),
         "batch": batch,
         "quota": "ceil(T/G)",
         "ranks": placement.num_ranks,
         "predictors": [predictor.value for predictor in predictors],
+        "hidden_size": gathering.hidden_size,
+        "requests": requests.facts,
     }
+    choice = TokenChoice(**json.loads(metadata["token_table"]))
     with publish(
         sibling(chosen.path, EVALUATION),
         EVALUATION,
@@ -241,23 +397,9 @@ def measure_placement(
         force=True,
     ) as draft:
         with console.progress("measuring", len(trace.layers), "layers") as advance:
-            measured = evaluate_placement(
-                rows,
-                tables,
-                placement,
-                served,
-                choice,
-                predictors=predictors,
-                batch=batch,
-                progress=advance,
-            )
-        document = {
-            "total": as_document(mean_over_layers(measured), placement.num_ranks),
-            "layers": {
-                str(layer): as_document(figures, placement.num_ranks)
-                for layer, figures in zip(placement.layer_ids, measured, strict=True)
-            },
-            "context": context,
-        }
+            for run in walk_layers(rows, tables, placement, served, choice, predictors=predictors, batch=batch):
+                gathering.add(run, batch, foretold_experts(run, tables, rows.token_id, predictors))
+                advance(1)
+        document = gathering.document() | {"context": context}
         (draft.path / "evaluation.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return document

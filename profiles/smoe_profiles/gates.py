@@ -42,6 +42,11 @@ class GateRecord:
     def _embedding(self) -> npt.NDArray[np.float32]:
         return load_arrays(self.folder / "embedding.safetensors")["embedding"].astype(np.float32)
 
+    @property
+    def embedding_width(self) -> int:
+        """Q."""
+        return int(self._embedding.shape[1])
+
     def token_id(self, part: str) -> npt.NDArray[np.uint32]:
         """[N]: the ids of a part's sampled rows, in order."""
         recent: npt.NDArray[np.uint32] = self._rows[f"{part}.recent"]

@@ -1,6 +1,8 @@
 """smoe evaluate: what a placement and a shuffle are worth on held-out tokens."""
 
 import math
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,13 @@ from smoe_cli.options import Common, HashesOption, PlacementOption
 from smoe_solvers.choices import Predictor
 
 JUDGED = "placed+shuffled"
+
+
+class Mode(StrEnum):
+    """How a layer is run: tokens are shuffled, or whole requests are routed (design 1)."""
+
+    SPECULATIVE = "speculative"
+    DP_EP = "dp-ep"
 
 
 def evaluate(
@@ -23,6 +32,13 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens in a batch.")] = 1024,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Use the first so many rows.")] = None,
+    mode: Annotated[
+        Mode, typer.Option("--mode", help="What to show and judge: tokens shuffled, or requests routed (attention-DP).")
+    ] = Mode.SPECULATIVE,
+    requests: Annotated[
+        Path | None,
+        typer.Option("--requests", help="Arrivals and lengths as JSON lines; default: each held-out sequence is one."),
+    ] = None,
     fail_under: Annotated[
         list[str] | None, typer.Option("--fail-under", help="lar=.45: exit 5 if placed+shuffled is below; repeatable.")
     ] = None,
@@ -32,9 +48,7 @@ def evaluate(
     hashes: HashesOption = False,
 ) -> None:
     """Measure a placement on held-out tokens in six states: writes evaluation-epG/ (replacing an older one)."""
-    from pathlib import Path
-
-    from smoe_cli.errors import CheckFailedError
+    from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.evaluation import measure_placement
     from smoe_cli.folder import CHECKPOINT, MAP, TABLES, TRACE, choose_placement, sibling
     from smoe_profiles.tables import open_tables
@@ -42,6 +56,8 @@ def evaluate(
 
     under, over = _thresholds("--fail-under", fail_under or []), _thresholds("--fail-over", fail_over or [])
     predictors = predictor or [Predictor.TOKEN]
+    if requests and mode is not Mode.DP_EP:
+        raise UsageError("--requests is read with --mode dp-ep only; add it.")
     chosen = choose_placement(common.dir, placement, hashes=hashes)
     document = measure_placement(
         chosen,
@@ -50,32 +66,84 @@ def evaluate(
         predictors=predictors,
         batch=batch,
         max_tokens=max_tokens,
+        arrivals=requests,
         console=common.console,
     )
     applied = any(sibling(chosen.path, kind).exists() for kind in (CHECKPOINT, MAP))
     following = None if applied else common.next(f"smoe regroup --placement {chosen.path.name}")
-    common.console.result(document, lambda: show_states(common.console, document), following)
-    judged = document["total"][JUDGED][predictors[0].value]["rule"]
+    shown, judge = (show_requests, Predictor.TOKEN) if mode is Mode.DP_EP else (show_tokens, predictors[0])
+    common.console.result(document, lambda: shown(common.console, document), following)
+    total = document[mode]["total"] if mode is Mode.DP_EP else document["total"]
+    judged = total[JUDGED][judge.value]["rule"]
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]
     failures += [f"{name} is {judged[name]:.4f}, over {bound}" for name, bound in over.items() if judged[name] > bound]
     if failures:
-        raise CheckFailedError(f"{JUDGED}, {predictors[0].value}, rule: {'; '.join(failures)}.")
+        raise CheckFailedError(f"{JUDGED}, {judge.value}, rule: {'; '.join(failures)}.")
+
+
+def show_tokens(console: Console, document: dict[str, Any]) -> None:
+    """The states, what each predictor knows, and what travels."""
+    show_states(console, document)
+    for predictor in document["context"]["predictors"]:
+        figures = document["total"][JUDGED][predictor]["rule"]
+        named = document["experts"]["total"].get(predictor, {}).get("traffic", {})
+        experts = f", expert F1 {named['f1']:.2f}" if "f1" in named else ""
+        console.line(
+            f"{predictor}: best rank {figures['rank_accuracy']:.1%} right, "
+            f"{figures['oracle_share']:.1%} of the oracle's lar{experts}"
+        )
+    _show_end(console, document)
+
+
+def show_requests(console: Console, document: dict[str, Any]) -> None:
+    """The states of attention-DP: each rank holds its own requests' rows."""
+    requests = document["context"]["requests"]
+    title = (
+        f"{requests['count']:,} requests ({requests['from']}) of {requests['rows']:,} rows, "
+        f"EP {document['context']['ranks']}, one a rank in each round"
+    )
+    total = document["dp-ep"]["total"]
+    _show_table(console, title, total)
+    at_once = {
+        router: total[state][router]["exact"]["lar"] for state, router in ((JUDGED, "token"), ("oracle", "oracle"))
+    }
+    console.line(
+        "lar with a round's requests placed at once: {token:.3f} (token), {oracle:.3f} (oracle)".format(**at_once)
+    )
+    if "routing" in requests:
+        console.line("the file holds no routing: held-out sequences in turn, cut or repeated")
+    _show_end(console, document)
+
+
+def _show_end(console: Console, document: dict[str, Any]) -> None:
+    """What travels in both ways of running, and where the rest is."""
+    first = document["context"]["predictors"][0]
+    speculative = document["total"][JUDGED][first]["rule"]["wire_rows"]["speculative"]
+    routed = document["dp-ep"]["total"][JUDGED]["token"]["rule"]["wire_rows"]["dp-ep"]
+    console.line(f"rows sent, a token and layer: speculative {speculative:.2f} ({first}), dp-ep {routed:.2f} (token)")
+    console.line(f"{document['context']['unseen_tokens']:.1%} of rows are ids that the tables never saw")
+    console.line("by layer, phase, source and token frequency, and experts: --json")
 
 
 def show_states(console: Console, document: dict[str, Any]) -> None:
     """One row a state: the mean over layers, by the served rule."""
     context = document["context"]
+    title = (
+        f"{context['rows']:,} held-out tokens, EP {context['ranks']}, batches of {context['batch']}, "
+        f"quota {context['quota']}; contiguous lar is 1/{context['ranks']} in expectation"
+    )
+    _show_table(console, title, document["total"])
+
+
+def _show_table(console: Console, title: str, total: dict[str, Any]) -> None:
+    """One row a state and predictor. total: state -> predictor -> assignment -> figures."""
     rows = []
-    for state, by_predictor in document["total"].items():
+    for state, by_predictor in total.items():
         for predictor, by_assignment in by_predictor.items():
             figures = by_assignment["rule"]
             label = state if predictor in ("none", "oracle") else f"{state} ({predictor})"
             names = ("lar", "fanout", "remote_fanout", "load_imbalance")
             rows.append([label, *(f"{figures[name]:.3f}" for name in names)])
-    title = (
-        f"{context['rows']:,} held-out tokens, EP {context['ranks']}, batches of {context['batch']}, "
-        f"quota {context['quota']}; contiguous lar is 1/{context['ranks']} in expectation"
-    )
     console.table(title, ["state", "lar", "fan-out", "remote fan-out", "load imbalance"], rows)
 
 

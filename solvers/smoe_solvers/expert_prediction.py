@@ -50,13 +50,15 @@ def hottest_sets(counts: npt.NDArray[np.number], size: int) -> Bools:
     order = np.argsort(-counts, axis=1, kind="stable")[:, :size]
     hot = np.zeros(counts.shape, np.bool_)
     np.put_along_axis(hot, order, True, axis=1)
-    return hot & (counts > 0)
+    used: Bools = hot & (counts > 0)
+    return used
 
 
 def likely_sets(counts: Int64Array, top_k: int, least: float) -> Bools:
     """Experts that at least this share of a context's rows used, [U, E]. counts: [U, E]."""
     rows = counts.sum(axis=1, keepdims=True) / top_k
-    return (counts >= least * rows) & (counts > 0)
+    sets: Bools = (counts >= least * rows) & (counts > 0)
+    return sets
 
 
 def cumulative_hotness(counts: Int64Array, size: int) -> FloatArray:
@@ -99,7 +101,8 @@ def top_k_hits(expected: npt.NDArray[np.number], experts: Ids) -> Int64Array:
     order = np.argsort(-expected, axis=1, kind="stable")[:, : experts.shape[1]]
     chosen = np.zeros(expected.shape, np.bool_)
     np.put_along_axis(chosen, order, True, axis=1)
-    return np.take_along_axis(chosen, experts.astype(np.int64), axis=1).sum(axis=1).astype(np.int64)
+    hits: Int64Array = np.take_along_axis(chosen, experts.astype(np.int64), axis=1).sum(axis=1)
+    return hits
 
 
 def tokens_before(token_id: Ids, sequence: Ids, back: int) -> Int64Array:

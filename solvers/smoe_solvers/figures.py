@@ -4,17 +4,22 @@ Axes: N rows in batches of T, E experts, G ranks, K experts a token.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe_solvers.assignment import Int32Array, UInt8Array, assign_exact, assign_rule
+from smoe_solvers.assignment import Int32Array, Int64Array, UInt8Array, assign_exact, assign_rule
 from smoe_solvers.choices import Assignment
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Measured over one part, in the words of design 1; busiest: rows in or out of the busiest rank, times G / T."""
+    """Measured over one part, in the words of design 1; busiest: rows in or out of the busiest rank, times G / T.
+
+    rank_accuracy: share of rows whose best-scored rank holds most of their experts, None without scores;
+    oracle_share: lar over that of a shuffle by true routing, of the same placement and assignment; None: not compared.
+    """
 
     lar: float
     fanout: float
@@ -23,6 +28,17 @@ class Figures:
     load_imbalance: float
     load_imbalance_batch: float
     token_imbalance: float
+    rank_accuracy: float | None = None
+    oracle_share: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """Figures of every group of rows, all [M]; NaN for a group without rows."""
+
+    rows: Int64Array
+    lar: npt.NDArray[np.float64]
+    remote_fanout: npt.NDArray[np.float64]
 
 
 def batches(rows: int, size: int) -> list[slice]:
@@ -62,20 +78,50 @@ def measure(
     remote[np.arange(rows), home] = False
     parts = batches(rows, batch)
     busiest = sum(_busiest_rank(remote[part], home[part]) for part in parts)
-    per_batch = [_imbalance(counts[part].sum(axis=0)) for part in parts]
+    per_batch = [imbalance(counts[part].sum(axis=0)) for part in parts]
     wished = np.ones(ranks) if wishes is None else np.bincount(wishes.argmax(axis=1), minlength=ranks)
     return Figures(
         lar=float(at_home.sum() / counts.sum()),
         fanout=float(needed.sum(axis=1).mean()),
         remote_fanout=float(remote.sum(axis=1).mean()),
         remote_fanout_busiest=float(busiest * ranks / rows),
-        load_imbalance=_imbalance(counts.sum(axis=0)),
+        load_imbalance=imbalance(counts.sum(axis=0)),
         load_imbalance_batch=float(np.mean(per_batch)),
-        token_imbalance=_imbalance(wished),
+        token_imbalance=imbalance(wished),
+        rank_accuracy=None if wishes is None else rank_accuracy(wishes, counts),
     )
 
 
-def _imbalance(load: npt.NDArray[np.number]) -> float:
+def measure_groups(
+    counts: npt.NDArray[np.int32], home: Int32Array, group: npt.NDArray[np.integer], groups: int
+) -> GroupFigures:
+    """lar and remote fan-out of groups of rows that were given homes together.
+
+    counts: [N, G] n_g; home: [N]; group: [N] in [0, M). Returns figures [M].
+    """
+    rows = np.arange(len(counts))
+    needed = counts > 0
+    remote = needed.sum(axis=1) - needed[rows, home]
+
+    def total(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
+        return np.bincount(group, weights=values, minlength=groups).astype(np.float64)
+
+    size = np.bincount(group, minlength=groups)
+    with np.errstate(invalid="ignore"):
+        lar, apart = total(counts[rows, home]) / total(counts.sum(axis=1)), total(remote) / size
+    return GroupFigures(size, lar, apart)
+
+
+def rank_accuracy(wishes: npt.NDArray[np.number], counts: npt.NDArray[np.number]) -> float:
+    """Share of rows whose highest score is on the rank that holds most of their experts; ties to the lower rank.
+
+    wishes, counts: [N, G].
+    """
+    return float((wishes.argmax(axis=1) == counts.argmax(axis=1)).mean())
+
+
+def imbalance(load: npt.NDArray[np.number]) -> float:
+    """The largest over the mean. load: [G]."""
     return float(load.max() / load.mean())
 
 
@@ -99,6 +145,9 @@ def wire_rows(remote_fanout: float, ranks: int) -> dict[str, float]:
 
 
 def mean_figures(figures: list[Figures]) -> Figures:
-    """The mean over layers, figure by figure."""
-    names = asdict(figures[0])
-    return Figures(**{name: float(np.mean([asdict(one)[name] for one in figures])) for name in names})
+    """The mean over layers, figure by figure; None where a layer has none."""
+    columns: dict[str, list[Any]] = {name: [getattr(one, name) for one in figures] for name in asdict(figures[0])}
+    means: dict[str, Any] = {
+        name: None if None in column else float(np.mean(column)) for name, column in columns.items()
+    }
+    return Figures(**means)

@@ -12,15 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from smoe_cli.app import run
-from smoe_cli.contraction import choose_smoothing, contract_tables
+from smoe_cli.contraction import choose_smoothing, contract_tables, kept_local
 from smoe_cli.evaluation import HeldOut, evaluate_placement, mean_over_layers
 from smoe_cli.placement import Placement
 from smoe_cli.solving import SolveOptions, solve_layers
+from smoe_profiles.capture.linear import RECENT
 from smoe_profiles.gates import gate_record
 from smoe_profiles.tables import Tables, open_tables
 from smoe_profiles.trace import Trace, open_trace
 from smoe_solvers.choices import Effort, Goal, Method, Predictor
+from smoe_solvers.linear import choose_ridge
 from smoe_solvers.methods.metis import metis_placements
+from smoe_solvers.predictors import by_rank, choose_temperature, inclusion, local_counts, quantise
 
 DATA = Path(os.environ.get("SMOE_DATA", Path(__file__).parents[3] / "shared/data")).resolve()
 BATCH = 1024
@@ -112,6 +115,37 @@ def report(name: str, tables: Tables, trace: Trace, placement: Placement, predic
               f"chosen by layer: {', '.join(layer.chosen.value for layer in served)}")  # fmt: skip
 
 
+def ablation(tables: Tables, trace: Trace, placement: Placement) -> None:
+    """The linear map on fewer features: what each block adds, by its share of the oracle's lar."""
+    fitted, measured = gate_record(tables.artefact.path), gate_record(trace.artefact.path)
+    assert fitted
+    assert measured
+    shares: dict[str, list[float]] = {}
+    for index, layer in enumerate(tables.layers):
+        to_rank, ranks = placement.expert_to_rank[index], placement.num_ranks
+        (xx, xy), judged = fitted.sums(layer), fitted.rows(layer, "validation")
+        rows = measured.rows(layer, "heldout", HELD_OUT)
+        local, seen = (local_counts(part.experts, to_rank, ranks) for part in (rows, judged))
+        edges = np.append(np.arange(0, len(local), BATCH), len(local))
+        ceiling = kept_local(quantise(local, layer.top_k), local, edges)
+        inputs = len(xx) - layer.num_experts - 1 - RECENT * (width := fitted.embedding_width)
+        tokens = inputs + layer.num_experts
+        blocks = {"the router's input": range(inputs), "+ the token": [*range(inputs), *range(tokens, tokens + width)]}
+        for back in range(1, RECENT):
+            blocks[f"+ {back} before it"] = [*range(inputs), *range(tokens, tokens + (back + 1) * width)]
+        for name, chosen in blocks.items():
+            kept = [*chosen, len(xx) - 1]
+            features = judged.features[:, kept]
+            _, weights = choose_ridge(xx[np.ix_(kept, kept)], xy[kept], features, judged.truth)
+            sharpness = choose_temperature(features @ weights, seen, to_rank, layer.top_k)
+            found = inclusion(rows.features[:, kept] @ weights, layer.top_k, sharpness)
+            scores = quantise(by_rank(found, to_rank, ranks), layer.top_k)
+            shares.setdefault(name, []).append(kept_local(scores, local, edges) / ceiling)
+    print(f"\nlinear map, EP{placement.num_ranks}, by features: share of the oracle's lar")
+    for name, by_layer in shares.items():
+        print(f"{name:<24}{np.mean(by_layer):.3f}  {' '.join(f'{share:.2f}' for share in by_layer)}")
+
+
 def reference_model() -> None:
     """ref-deepseek-v2, as its README measures: fitted on `train`, measured on the first 16,384 tokens of `test`."""
     model, tokens = DATA / "models/ref-deepseek-v2", DATA / "models/ref_tokens.npz"
@@ -121,7 +155,9 @@ def reference_model() -> None:
     smoe("build-tables", "--quiet")
     tables, trace = open_tables(Path("smoe-out/tables")), open_trace(Path("test/trace"))
     for ranks in (4, 8):
-        report(f"ref-deepseek-v2, EP{ranks}, METIS x 10 and swaps", tables, trace, plain_placement(tables, ranks), ALL)
+        plain_one = plain_placement(tables, ranks)
+        report(f"ref-deepseek-v2, EP{ranks}, METIS x 10 and swaps", tables, trace, plain_one, ALL)
+        ablation(tables, trace, plain_one)
         report(f"ref-deepseek-v2, EP{ranks}, our default", tables, trace, default_placement(tables, ranks), ALL)
 
 

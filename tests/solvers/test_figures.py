@@ -17,7 +17,9 @@ from smoe_solvers.figures import (
     home_without_shuffle,
     mean_figures,
     measure,
+    measure_groups,
     quota,
+    rank_accuracy,
     wire_rows,
 )
 from smoe_solvers.predictors import local_counts
@@ -101,6 +103,54 @@ def test_one_rank_has_nothing_remote():
     assert measure(counts, np.zeros(5, np.int32), 2, None) == Figures(1, 1, 0, 0, 1, 1, 1)
 
 
+@some
+@given(part=parts(), data=st.data())
+def test_groups_of_rows_are_measured_like_loops(part, data):
+    rows, placement, home, _ = part
+    group = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows))))
+    found = measure_groups(local_counts(rows, placement, RANKS), home, group, 5)
+    for number in range(5):
+        mine = [(row, int(here)) for row, here, one in zip(rows, home, group, strict=True) if one == number]
+        assert found.rows[number] == len(mine)
+        if not mine:
+            assert np.isnan(found.lar[number])
+            assert np.isnan(found.remote_fanout[number])
+            continue
+        local = sum(int(placement[e]) == here for row, here in mine for e in row)
+        remote = sum(len({int(placement[e]) for e in row} - {here}) for row, here in mine)
+        assert found.lar[number] == pytest.approx(float(Fraction(local, len(mine) * TOP_K)))
+        assert found.remote_fanout[number] == pytest.approx(float(Fraction(remote, len(mine))))
+
+
+@some
+@given(part=parts(), seed=st.integers(0, 9))
+def test_groups_weighted_by_their_rows_are_the_whole(part, seed):
+    rows, placement, home, batch = part
+    counts = local_counts(rows, placement, RANKS)
+    found = measure_groups(counts, home, np.random.default_rng(seed).integers(0, 3, len(rows)), 3)
+    whole = measure(counts, home, batch, None)
+    for name in ("lar", "remote_fanout"):
+        mean = np.nansum(getattr(found, name) * found.rows) / len(rows)
+        assert mean == pytest.approx(getattr(whole, name))
+
+
+@some
+@given(part=parts(), data=st.data())
+def test_a_rank_is_right_if_it_is_the_first_of_those_with_most_experts(part, data):
+    rows, placement, home, batch = part
+    drawn = st.lists(st.tuples(*[st.integers(0, 3)] * RANKS), min_size=len(rows), max_size=len(rows))
+    wishes = np.array(data.draw(drawn))
+    right = 0
+    for row, wish in zip(rows, wishes.tolist(), strict=True):
+        held = [sum(int(placement[e]) == g for e in row) for g in range(RANKS)]
+        right += wish.index(max(wish)) == held.index(max(held))
+    counts = local_counts(rows, placement, RANKS)
+    assert rank_accuracy(wishes, counts) == pytest.approx(float(Fraction(right, len(rows))))
+    assert measure(counts, home, batch, wishes).rank_accuracy == rank_accuracy(wishes, counts)
+    assert measure(counts, home, batch, counts).rank_accuracy == 1
+    assert measure(counts, home, batch, None).rank_accuracy is None
+
+
 # Homes.
 
 
@@ -173,5 +223,8 @@ def test_wire_rows_add_up_the_collectives_of_each_way(remote, ranks):
 
 
 def test_the_mean_over_layers_is_figure_by_figure():
-    first, second = Figures(0.2, 3, 2, 2.5, 1.1, 1.3, 1.5), Figures(0.4, 2, 1, 1.5, 1.3, 1.7, 2.5)
-    assert astuple(mean_figures([first, second])) == pytest.approx((0.3, 2.5, 1.5, 2.0, 1.2, 1.5, 2.0))
+    first = Figures(0.2, 3, 2, 2.5, 1.1, 1.3, 1.5, 0.5, 0.9)
+    second = Figures(0.4, 2, 1, 1.5, 1.3, 1.7, 2.5, 0.7, 0.7)
+    assert astuple(mean_figures([first, second])) == pytest.approx((0.3, 2.5, 1.5, 2.0, 1.2, 1.5, 2.0, 0.6, 0.8))
+    without = Figures(0.2, 3, 2, 2.5, 1.1, 1.3, 1.5)
+    assert mean_figures([without, without]) == without

@@ -1,0 +1,209 @@
+"""Attention-DP: each rank holds its own requests' rows, and the request router is the shuffle (design 1, paper.md 4).
+
+Axes: R requests in order of arrival, S held-out sequences, N held-out rows, G ranks, L MoE layers. A request has one
+rank for all layers, chosen when it arrives from its prompt's token ids alone, and stays there while it decodes.
+"""
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_cli.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, plain_figures, share
+from smoe_profiles.artefact import file_hash
+from smoe_profiles.errors import InputError
+from smoe_solvers.assignment import Int32Array, Int64Array
+from smoe_solvers.choices import Assignment, Predictor
+from smoe_solvers.figures import Figures, imbalance
+from smoe_solvers.requests import cyclic_sums, measure_requests, route, route_exact, route_in_turn, rows_by_rank
+
+WAY = "dp-ep"
+UNITS = {"t_s": 1.0, "timestamp_ms": 1e-3}
+"""Fields that say when a request arrived, and their seconds."""
+
+STATES = {
+    "contiguous": ("contiguous", "shuffled", "contiguous+oracle"),
+    "placed": ("placed", "placed+shuffled", "oracle"),
+}
+"""Of each placement: requests in turn, by the token table, and by true routing."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What arrives. order: [N] held-out rows by sequence and position; start: [S + 1] into it.
+
+    sequence: [R] whose rows a request takes; prompt, length: [R] rows known on arrival, and in all.
+    facts: how they came about, for the document.
+    """
+
+    order: Int64Array
+    start: Int64Array
+    sequence: Int64Array
+    prompt: Int64Array
+    length: Int64Array
+    facts: dict[str, Any]
+
+    def sums(self, values: npt.NDArray[np.integer], length: Int64Array) -> Int64Array:
+        """Sums over each request's first `length` rows, [R, G]. values: [N, G]."""
+        return cyclic_sums(values[self.order], self.start, self.sequence, length)
+
+
+def held_out_requests(facts: RowFacts) -> Requests:
+    """Every held-out sequence as one request, in the trace's order; its prompt is what was prefilled."""
+    order = np.lexsort((facts.position, facts.sequence)).astype(np.int64)
+    _, first = np.unique(facts.sequence[order], return_index=True)
+    start = np.append(first, len(order)).astype(np.int64)
+    prefilled = np.add.reduceat((facts.phase[order] == "prefill").astype(np.int64), start[:-1])
+    told = {"from": "held-out sequences", "count": len(first), "rows": len(order), "prompt_rows": int(prefilled.sum())}
+    return Requests(order, start, np.arange(len(first)), prefilled, np.diff(start), told)
+
+
+def arriving_requests(path: Path, facts: RowFacts) -> Requests:
+    """Arrivals and lengths of a file, routed like held-out sequences: the i-th takes the i-th of them, starting over.
+
+    Raises InputError for a file that cannot be read.
+    """
+    arrivals = read_arrivals(path)
+    own = held_out_requests(facts)
+    prompt, length = arrivals[:, 1].astype(np.int64), arrivals[:, 1:].sum(axis=1).astype(np.int64)
+    told = {
+        "from": path.name,
+        "sha256": file_hash(path),
+        "count": len(arrivals),
+        "rows": int(length.sum()),
+        "prompt_rows": int(prompt.sum()),
+        "seconds": float(arrivals[-1, 0] - arrivals[0, 0]),
+        "routing": "not in the file: the i-th arrival takes the next held-out sequence, cut or repeated to its length",
+    }
+    sequence = np.arange(len(arrivals)) % len(own.sequence)
+    return replace(own, sequence=sequence, prompt=prompt, length=length, facts=told)
+
+
+def read_arrivals(path: Path) -> npt.NDArray[np.float64]:
+    """JSON lines with t_s or timestamp_ms, input_length and output_length, by time: [R, 3] seconds and both lengths.
+
+    Raises InputError naming the first line that is none.
+    """
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+    opened = openers.get(path.suffix, open)
+    rows = []
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                rows.append(_arrival(line, f"{path}, line {number}"))
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as requests ({error}).") from error
+    if not rows:
+        raise InputError(f"{path} holds no request.")
+    arrivals = np.array(rows, np.float64)
+    return arrivals[np.argsort(arrivals[:, 0], kind="stable")]
+
+
+def _arrival(line: str, where: str) -> tuple[float, int, int]:
+    try:
+        fields = json.loads(line)
+        unit = next(name for name in UNITS if name in fields)
+        arrived = float(fields[unit]) * UNITS[unit]
+        lengths = fields["input_length"], fields["output_length"]
+    except (ValueError, TypeError, KeyError, StopIteration, OverflowError, RecursionError) as error:
+        wanted = "t_s or timestamp_ms, input_length and output_length"
+        raise InputError(f"{where} is no request: an object with {wanted} was expected.") from error
+    if not np.isfinite(arrived) or any(type(length) is not int for length in lengths) or not _possible(*lengths):
+        raise InputError(f"{where} arrives at {arrived:g} with lengths {lengths}; whole numbers of tokens are needed.")
+    return arrived, *lengths
+
+
+def _possible(prompt: int, output: int) -> bool:
+    return prompt >= 1 and output >= 0 and prompt + output < 2**31
+
+
+@dataclass
+class RequestSums:
+    """Sums over requests' rows of one placement, walked layer by layer.
+
+    activations, needed: [R, G] a layer, of all rows; wishes: [R, G] token scores of the prompt, over all layers.
+    """
+
+    requests: Requests
+    activations: list[Int64Array] = field(default_factory=list)
+    needed: list[Int64Array] = field(default_factory=list)
+    wishes: Int64Array | None = None
+
+    def add(self, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8]) -> None:
+        """Take in one layer. counts: [N, G] n_g; scores: [N, G] of the token table."""
+        requests = self.requests
+        self.activations.append(requests.sums(counts, requests.length))
+        self.needed.append(requests.sums((counts > 0).astype(np.int8), requests.length))
+        wished = requests.sums(scores, requests.prompt)
+        self.wishes = wished if self.wishes is None else self.wishes + wished
+
+    def routes(self) -> list["Route"]:
+        """Round robin, the token table's router, and the one that knows the true routing."""
+        assert self.wishes is not None
+        truth = np.sum(self.activations, axis=0)
+        turns = route_in_turn(*truth.shape)
+        return [
+            Route(self, NONE, None, {how.value: turns for how in Assignment}),
+            Route(self, Predictor.TOKEN.value, self.wishes, _homes(self.wishes)),
+            Route(self, ORACLE, truth, _homes(truth)),
+        ]
+
+
+def _homes(wishes: Int64Array) -> dict[str, Int32Array]:
+    """As they come (the rule that is served), and a round at once."""
+    return {Assignment.RULE.value: route(wishes), Assignment.EXACT.value: route_exact(wishes)}
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to score requests under one placement. wishes: [R, G] or None; homes: [R] by assignment."""
+
+    sums: RequestSums
+    router: str
+    wishes: Int64Array | None
+    homes: dict[str, Int32Array]
+
+    def measure(self, index: int) -> dict[str, Figures]:
+        """Figures of the index-th layer by assignment."""
+        activations, needed = self.sums.activations[index], self.sums.needed[index]
+        length = self.sums.requests.length
+        return {
+            how: measure_requests(activations, needed, length, home, self.wishes) for how, home in self.homes.items()
+        }
+
+    def row_imbalance(self, how: str) -> float:
+        """Rows that the busiest rank holds, over the mean."""
+        ranks = self.sums.activations[0].shape[1]
+        return imbalance(rows_by_rank(self.sums.requests.length, self.homes[how], ranks))
+
+
+def request_document(sums: dict[str, RequestSums], layer_ids: Sequence[str], hidden_size: int | None) -> dict[str, Any]:
+    """{total, layers: {id: ...}} -> state -> router -> assignment -> figures. sums: of both placements."""
+    routes = {
+        state: found
+        for placement, mine in sums.items()
+        for state, found in zip(STATES[placement], mine.routes(), strict=True)
+    }
+    routes = {state: routes[state] for state in CEILINGS}
+    layers = {layer: _layer_document(routes, index, hidden_size) for index, layer in enumerate(layer_ids)}
+    return {"total": mean_tree(list(layers.values())), "layers": layers}
+
+
+def _layer_document(routes: dict[str, Route], index: int, hidden_size: int | None) -> dict[str, Any]:
+    """One layer, each state with its share of the oracle's lar and what is sent and returned."""
+    measured = {state: found.measure(index) for state, found in routes.items()}
+
+    def plain(state: str, how: str) -> dict[str, Any]:
+        figures = measured[state][how]
+        compared = replace(figures, oracle_share=share(figures.lar, measured[CEILINGS[state]][how].lar))
+        held = {"row_imbalance": routes[state].row_imbalance(how)}
+        return plain_figures(compared, {WAY: 2 * figures.remote_fanout}, hidden_size) | held
+
+    return {state: {found.router: {how: plain(state, how) for how in found.homes}} for state, found in routes.items()}
