@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo smoke test lint bench docs clean
+.PHONY: demo smoke test lint bench prediction reproduce docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +27,12 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## ratios measured side by side; slower, not part of `make test`
 	$(BIN)/python -m pytest tests/bench -o addopts= -q -s
+
+prediction: $(STAMP)  ## what each predictor is worth, on ../shared/data (or SMOE_DATA); about twelve minutes
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.bench.prediction
+
+reproduce: $(STAMP)  ## the published claims, measured on ../shared/data (or SMOE_DATA); under an hour. CLAIMS="lar size" for some
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/reproduce.py $(CLAIMS)
 
 docs: $(STAMP)  ## rewrite the generated reference pages
 	$(BIN)/python -m smoe_cli.reference docs/reference/cli.md

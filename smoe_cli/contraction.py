@@ -17,13 +17,14 @@ from smoe_profiles.tables import FIT_PARTS, Tables
 from smoe_profiles.trace import ExpertIds, TraceLayer
 from smoe_solvers.assignment import assign_exact
 from smoe_solvers.figures import quota
-from smoe_solvers.linear import choose_ridge
+from smoe_solvers.linear import choose_ridge, fit_affine
 from smoe_solvers.predictors import (
     FUSED,
     Context,
     LayerPredictors,
     TokenChoice,
     choose_temperature,
+    early_logits,
     fit_fusion,
     linear_logits,
     local_counts,
@@ -155,11 +156,14 @@ def _tune(
     local = local_counts(judged.experts, to_rank, layer.token.shape[1])
     if judged.gate is not None and sums is not None:
         context = replace(context, early=judged.gate.early, features=judged.gate.features)
-        early = choose_temperature(judged.gate.early, local, to_rank, top_k)
         _, weights = choose_ridge(*sums, judged.gate.features, judged.gate.truth)
-        layer = replace(layer, early_temperature=early, linear=weights.astype(np.float32))
-        predicted = linear_logits(layer, context)
-        layer = replace(layer, linear_temperature=choose_temperature(predicted, local, to_rank, top_k))
+        affine = fit_affine(*sums, judged.gate.early_at)
+        layer = replace(layer, early=affine.astype(np.float32), linear=weights.astype(np.float32))
+        early, linear = (
+            choose_temperature(logits, local, to_rank, top_k)
+            for logits in (early_logits(layer, context), linear_logits(layer, context))
+        )
+        layer = replace(layer, early_temperature=early, linear_temperature=linear)
     scores = {part: score(layer, part, context, to_rank, top_k) for part in layer.available() if part in FUSED}
     layer = replace(layer, fusion=fit_fusion([scores.get(part) for part in FUSED], local, top_k))
     kept = {

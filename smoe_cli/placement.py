@@ -122,6 +122,7 @@ def write_runtime(
     if len(maps) == len(layers):
         arrays["linear.weight"] = np.stack(maps).astype(np.float32)
         arrays["linear.temperature"] = np.array([layer.linear_temperature for layer in layers], np.float32)
+        arrays["early.affine"] = np.array([layer.early for layer in layers], np.float32)
         arrays["early.temperature"] = np.array([layer.early_temperature for layer in layers], np.float32)
     metadata = {
         "format_version": str(RUNTIME_VERSION),
@@ -164,6 +165,7 @@ def layer_predictors(
         markov=markov,
         early_temperature=float(arrays["early.temperature"].astype(np.float64)[index]) if mapped else 0.0,
         linear_temperature=float(arrays["linear.temperature"].astype(np.float64)[index]) if mapped else 0.0,
+        early=arrays["early.affine"][index].astype(np.float32) if mapped else None,
         linear=arrays["linear.weight"][index].astype(np.float32) if mapped else None,
         fusion=tuple(float(weight) for weight in arrays["fusion.weights"].astype(np.float64)[index]),
         chosen=Predictor(names[int(arrays["predictor"].astype(np.int64)[index])]),

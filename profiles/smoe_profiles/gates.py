@@ -20,12 +20,16 @@ FOLDER = "linear"
 
 @dataclass(frozen=True)
 class GateRows:
-    """One layer's sampled rows of one part. experts: [N, K]; early: [N, E] logits; features: [N, D]; truth: [N, E]."""
+    """One layer's sampled rows of one part. experts: [N, K]; early: [N, E] logits; features: [N, D]; truth: [N, E].
+
+    early_at: where the early logits begin among the features.
+    """
 
     experts: ExpertIds
     early: npt.NDArray[np.float32]
     features: npt.NDArray[np.float32]
     truth: npt.NDArray[np.float32]
+    early_at: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class GateRecord:
         ones = np.ones((len(ids), 1), np.float32)
         embedded = self._embedding[ids].reshape(len(ids), -1)
         features = np.concatenate([arrays["inputs"].astype(np.float32), early, embedded, ones], axis=1)
-        return GateRows(arrays["experts"].astype(np.uint16), early, features, arrays["logits"].astype(np.float32))
+        truth = arrays["logits"].astype(np.float32)
+        return GateRows(arrays["experts"].astype(np.uint16), early, features, truth, arrays["inputs"].shape[1])
 
     def _layer(self, layer: TraceLayer) -> dict[str, npt.NDArray[Any]]:
         return load_arrays(self.folder / f"layer_{layer.label}.safetensors")

@@ -5,7 +5,7 @@ fixed_size_list[K] of u8 (or u16 where ids pass 255), `weights_LL` f16 of the sa
 ties by expert id. Lower levels hold one file of counts a layer (`smoe_profiles.levels`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,12 +164,15 @@ class Trace:
     vocab_size: int
     level: Level = Level.TOKEN
 
-    def groups(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The named columns of every row, one row group after another, in order. Needs level `token`."""
-        expected = schema(self.layers, early=True)
+    def groups(self, columns: Sequence[str], only: Container[int] | None = None) -> Iterator[pa.Table]:
+        """The named columns of every row, one row group after another, in order. Needs level `token`.
+
+        only: numbers of the row groups to read, counted over all files; default: all.
+        """
+        expected, first = schema(self.layers, early=True), 0
         for name in sorted(self.artefact.manifest["files"]):
             if name.endswith(".parquet"):
-                yield from _read_groups(self.artefact.path / name, list(columns), expected)
+                first = yield from _read_groups(self.artefact.path / name, list(columns), expected, first, only)
 
     def read(self, columns: Sequence[str], part: str) -> dict[str, npt.NDArray[Any]]:
         """Columns of one part's rows, in order: [N] or, for experts and weights, [N, K]; names as str objects.
@@ -202,17 +205,22 @@ class Trace:
         return sum(self.rows(part) for part in PARTS)
 
 
-def _read_groups(path: Path, columns: list[str], expected: pa.Schema) -> Iterator[pa.Table]:
+def _read_groups(
+    path: Path, columns: list[str], expected: pa.Schema, first: int, only: Container[int] | None
+) -> Generator[pa.Table, None, int]:
+    """One file's row groups; `first` is the number of its first. Returns the number of the next file's first."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         missing = set(columns) - set(file.schema_arrow.names)
         if missing:
             raise InputError(f"{path} has no column {min(missing)}; the trace is incomplete.")
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=columns)
-            for column in columns:
-                _check_column(path, table[column], expected.field(column))
-            yield table
+            if only is None or first + group in only:
+                table = file.read_row_group(group, columns=columns)
+                for column in columns:
+                    _check_column(path, table[column], expected.field(column))
+                yield table
+        return first + int(file.num_row_groups)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet ({error}).") from error
 

@@ -1,55 +1,61 @@
-"""smoe build-tables: count a trace's routing into the tables that placing and predicting need."""
+"""smoe build-tables: count routing into the tables that placing and predicting need."""
 
 from typing import Annotated
 
 import typer
 
-from smoe_cli.options import Common, ForceOption, HashesOption, ModelOption, SeedOption
+from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, ModelOption, SeedOption
 
 
 def build_tables(
     common: Common,
-    trace: Annotated[str | None, typer.Option("--trace", help="The trace to count; default: the folder's own.")] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option("--trace", help="A trace to count; repeatable for one model; default: the folder's own."),
+    ] = None,
     model: ModelOption = None,
+    shard: Annotated[
+        str | None, typer.Option("--shard", help="i/n: count the i-th of n equal runs of rows into tables-i-of-n/.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add the folder's shards up into tables/.")] = False,
+    min_count: Annotated[
+        int, typer.Option("--min-count", min=1, help="Token ids seen less often count as never seen.")
+    ] = 1,
     seed: SeedOption = 0,
+    jobs: JobsOption = 0,
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Count a trace's routing: writes tables/."""
+    """Count a trace's routing: writes tables/, or tables-i-of-n/ with --shard."""
     from pathlib import Path
 
-    from smoe_cli.folder import TABLES, TRACE, model_of
-    from smoe_cli.importing import require_token_ids
-    from smoe_profiles.artefact import check_target, publish
-    from smoe_profiles.models import is_unknown
-    from smoe_profiles.tables import write_tables
-    from smoe_profiles.trace import open_trace
+    from smoe_cli.errors import UsageError
+    from smoe_cli.folder import TRACE
+    from smoe_cli.tabulating import build_shard, build_whole, merge_shards_of, open_traces, parse_share
 
-    target = common.dir / TABLES
-    check_target(target, force=force)
-    opened = open_trace(Path(trace) if trace else common.dir / TRACE, hashes=hashes)
-    require_token_ids(opened)
-    unnamed = is_unknown(opened.artefact.model) and not model
-    found = None if unnamed else model_of(opened.artefact, common.dir, model or opened.artefact.run().get("model"))
-    facts = {"seed": seed}
-    with (
-        publish(
-            target,
-            TABLES,
-            parameters=facts,
-            model=opened.artefact.model,
-            seed=seed,
-            parents=[opened.artefact],
-            force=force,
-        ) as draft,
-        common.console.progress("tables", len(opened.layers), "layers") as advance,
-    ):
-        draft.parameters |= write_tables(draft.path, opened, found, seed, advance)
-        facts = dict(draft.parameters)
-    document = {"path": str(target), **facts}
-    rows = opened.rows("fit") + opened.rows("validation")
-    common.console.result(
+    console = common.console
+    if merge and (trace or shard):
+        raise UsageError("--merge adds up the folder's shards; leave out --trace and --shard.")
+    if shard and (model or min_count > 1):
+        raise UsageError("--model and --min-count belong to the whole: give them with --merge, not with --shard.")
+    share = parse_share(shard) if shard else None
+    if merge:
+        document = merge_shards_of(
+            common.dir, model, seed=seed, min_count=min_count, hashes=hashes, force=force, console=console
+        )
+    else:
+        paths = [Path(name) for name in trace] if trace else [common.dir / TRACE]
+        traces = open_traces(paths, hashes=hashes)
+        if share:
+            document = build_shard(traces, common.dir, share, seed=seed, jobs=jobs, force=force, console=console)
+        else:
+            document = build_whole(
+                traces, common.dir, model, seed=seed, min_count=min_count, jobs=jobs, force=force, console=console
+            )
+    rows = sum(document["rows"].values())
+    part = f"shard {share.number} of {share.of} of " if share else ""
+    console.result(
         document,
-        lambda: common.console.line(f"{target}: {len(opened.layers)} MoE layers from {rows:,} rows"),
-        common.next("smoe cocluster --ep G"),
+        lambda: console.line(f"{document['path']}: {part}{len(document['layers'])} MoE layers from {rows:,} rows"),
+        common.next("smoe build-tables --merge" if share else "smoe cocluster --ep G"),
     )

@@ -28,6 +28,19 @@ def fit_linear(xx: FloatArray, xy: FloatArray, ridge: float) -> FloatArray:
     return np.concatenate([slopes, (target - mean @ slopes)[None]])
 
 
+def fit_affine(xx: FloatArray, xy: FloatArray, first: int) -> FloatArray:
+    """Least squares of each expert's logit on its own early logit: [2, E], slopes and intercepts.
+
+    xx, xy: as for `fit_linear`; first: where the E early logits begin among the features.
+    """
+    rows, experts = xx[-1, -1], np.arange(xy.shape[1])
+    early, target = xx[-1, first + experts] / rows, xy[-1] / rows
+    variance = xx[first + experts, first + experts] / rows - early**2
+    covariance = xy[first + experts, experts] / rows - early * target
+    slopes = covariance / np.maximum(variance, 1e-12)
+    return np.stack([slopes, target - slopes * early])
+
+
 def choose_ridge(
     xx: FloatArray, xy: FloatArray, features: npt.NDArray[np.floating], logits: npt.NDArray[np.floating]
 ) -> tuple[float, FloatArray]:

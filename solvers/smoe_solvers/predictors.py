@@ -68,20 +68,22 @@ class LayerPredictors:
     """One layer's tables contracted to ranks, and what turns its features into scores.
 
     token: [V, G] u8; markov: the paper's A; temperature of early-gate and linear inclusion (0: not fitted);
-    linear: [D, E] or None; fusion: weights of FUSED; chosen: what validation preferred here.
+    early: [2, E] slope and intercept from each early logit to the true one, or None; linear: [D, E] or None;
+    fusion: weights of FUSED; chosen: what validation preferred here.
     """
 
     token: UInt8Array
     markov: MarkovTables
     early_temperature: float = 0.0
     linear_temperature: float = 0.0
+    early: npt.NDArray[np.floating] | None = None
     linear: npt.NDArray[np.floating] | None = None
     fusion: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)
     chosen: Predictor = Predictor.TOKEN
 
     def available(self) -> list[Predictor]:
         """The predictors that were fitted, `selected` aside."""
-        gates = [Predictor.EARLY_GATE] if self.early_temperature else []
+        gates = [Predictor.EARLY_GATE] if self.early is not None else []
         maps = [Predictor.LINEAR] if self.linear is not None else []
         return [Predictor.TOKEN, Predictor.MARKOV, Predictor.PAPER, *gates, *maps, Predictor.FUSED]
 
@@ -109,7 +111,7 @@ def score(
             markov = markov_scores(layer.markov, context.two, context.one, len(context.token_id))
             return paper_scores(token_scores(layer, context), markov)
         case Predictor.EARLY_GATE:
-            logits, temperature = _there(context.early, predictor), layer.early_temperature
+            logits, temperature = early_logits(layer, context), layer.early_temperature
         case Predictor.LINEAR:
             logits, temperature = linear_logits(layer, context), layer.linear_temperature
         case Predictor.FUSED:
@@ -128,6 +130,15 @@ def token_scores(layer: LayerPredictors, context: Context) -> UInt8Array:
     known = context.token_id < len(layer.token)
     rows = layer.token[np.where(known, context.token_id, 0)]
     return np.where(known[:, None], rows, layer.markov.none)
+
+
+def early_logits(layer: LayerPredictors, context: Context) -> npt.NDArray[np.floating]:
+    """The early router's logits, each expert's put on the scale of its true ones, [T, E]."""
+    if layer.early is None:
+        raise ValueError("the early gate was not fitted")
+    slope, intercept = layer.early.astype(np.float32)
+    corrected: npt.NDArray[np.floating] = _there(context.early, Predictor.EARLY_GATE) * slope + intercept
+    return corrected
 
 
 def linear_logits(layer: LayerPredictors, context: Context) -> npt.NDArray[np.floating]:

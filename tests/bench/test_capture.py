@@ -47,9 +47,7 @@ V2_LITE = {
 }
 
 
-def overhead(
-    device: str, layers: int, dtype: torch.dtype, batches: int, repeats: int = REPEATS
-) -> tuple[float, float]:
+def overhead(device: str, layers: int, dtype: torch.dtype, batches: int, repeats: int = REPEATS) -> tuple[float, float]:
     """Median seconds of `batches` x 8 x 512 tokens, plain and recorded, run in turn on one model of random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,27 +13,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from smoe_profiles.artefact import publish
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import find_model
+from smoe_profiles.neighbours import nearest_neighbours
 from smoe_profiles.split import PARTS
-from smoe_profiles.tables import (
-    BLOCK_ROWS,
-    NO_NEIGHBOUR,
-    Counts,
-    add_counts,
-    choose_blocks,
-    count_bigrams,
-    count_tokens,
-    joint_counts,
-    load_arrays,
-    nearest_neighbours,
-    open_tables,
-    save_arrays,
-    write_tables,
-)
+from smoe_profiles.table_rows import Share, choose_blocks, survey_rows
+from smoe_profiles.table_writer import write_tables
+from smoe_profiles.tables import NO_NEIGHBOUR, Counts, add_counts, count_tokens, load_arrays, save_arrays
 from smoe_profiles.trace import Rows, TraceLayer
-from tests.profiles.conftest import IDENTITY, publish_trace, random_rows
+from tests.profiles.conftest import publish_trace, random_rows
+from tests.profiles.tables_by_hand import as_counter, blocks_by_hand, counted, in_tables, of_part, publish_rows, whole
 from tests.profiles.tiny_models import VOCAB
 
 FIT_PARTS = ("fit", "validation")
@@ -51,17 +41,6 @@ def routings(experts=6, top_k=2):
         )
 
     return st.builds(draw, st.integers(0, 30), st.integers(0, 10**6))
-
-
-def as_counter(counts):
-    return {
-        (int(token), int(expert)): int(count)
-        for token, expert, count in zip(counts.token_id, counts.expert, counts.count, strict=True)
-    }
-
-
-def counted(tokens, experts):
-    return dict(Counter((int(t), int(e)) for t, row in zip(tokens, experts, strict=True) for e in row))
 
 
 @given(routings())
@@ -96,50 +75,6 @@ def test_the_largest_ids_are_counted():
     assert as_counter(count_tokens(tokens, experts, 65536)) == {(2**32 - 1, 65535): 1}
 
 
-@given(routings(experts=5), st.integers(0, 10**6))
-@many
-def test_pairs_used_by_the_same_row_equal_a_loop(routing, seed):
-    _, after = routing
-    generator = np.random.default_rng(seed)
-    before = np.array([generator.permutation(7)[:3] for _ in after], np.uint16).reshape(len(after), 3)
-    expected = np.zeros((7, 5), np.int64)
-    for row in range(len(after)):
-        for one in before[row]:
-            for other in after[row]:
-                expected[one, other] += 1
-    found = joint_counts(before, after, (7, 5))
-    assert found.dtype == np.int64
-    assert found.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("experts", [8, 64, 65])
-def test_the_2_gram_equals_a_loop_and_drops_singles_above_64_experts(experts):
-    generator = np.random.default_rng(experts)
-    rows = 400
-    first, second = (generator.integers(0, 4, rows).astype(np.uint16) * 2 for _ in range(2))
-    routed = np.stack([generator.permutation(experts)[:2] for _ in range(rows)]).astype(np.uint16)
-    expected = Counter(
-        (int(first[row]), int(second[row]), int(expert)) for row in range(rows) for expert in routed[row]
-    )
-    if experts > 64:
-        expected = Counter({key: count for key, count in expected.items() if count > 1})
-        assert expected
-    table = count_bigrams([first, second], routed, experts)
-    found = {(row["first"], row["second"], row["expert"]): row["count"] for row in table.to_pylist()}
-    assert found == dict(expected)
-    assert len(table) == len(expected)
-
-
-def test_the_2_gram_keeps_apart_layers_of_different_size():
-    """Contexts of a layer with more experts than this one must not run into each other."""
-    first, second = np.array([300, 0], np.uint16), np.array([1, 1], np.uint16)
-    routed = np.array([[2], [2]], np.uint16)
-    assert [tuple(row.values()) for row in count_bigrams([first, second], routed, 4).to_pylist()] == [
-        (0, 1, 2, 1),
-        (300, 1, 2, 1),
-    ]
-
-
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @many
 def test_an_unseen_id_takes_the_seen_id_of_highest_cosine(seed, block):
@@ -163,50 +98,54 @@ def test_an_unseen_id_takes_the_seen_id_of_highest_cosine(seed, block):
             assert cosine[int(found[token])] >= max(cosine.values()) - 1e-6
 
 
+def test_ids_beyond_the_embedding_have_no_neighbour_and_are_none():
+    embedding = np.array([[1, 0], [0, 1]], np.float32)
+    seen = np.array([True, False, True, False])
+    assert nearest_neighbours(embedding, seen).tolist() == [0, 0, 2, NO_NEIGHBOUR]
+
+
 def test_equal_neighbours_go_to_the_lower_id_and_a_zero_row_is_no_error():
     embedding = np.array([[1, 0], [0, 1], [0, 1], [0, 2], [0, 0]], np.float32)
     seen = np.array([True, True, True, False, False])
     assert nearest_neighbours(embedding, seen).tolist() == [0, 1, 2, 1, 0]
 
 
-sources = st.lists(st.tuples(st.integers(1, 9000), st.sampled_from("abc")), min_size=1, max_size=6)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.sampled_from([0, 1]), st.sampled_from([0, 0, 0, 1, 2])), max_size=9),
+    st.integers(0, 5),
+    st.integers(20, 200),
+)
+@settings(max_examples=25, deadline=None)
+def test_sample_rows_equal_blocks_cut_by_hand(tmp_path_factory, runs, seed, group):
+    """Runs of sources and parts, in row groups of any size; blocks of 8 rows stand for 1,024."""
+    folder = tmp_path_factory.mktemp("blocks")
+    runs = [(1, 0, 0), (1, 0, 1), *runs]
+    layers = [TraceLayer(0, 4, 1)]
+    rows = random_rows(np.random.default_rng(seed), sum(length for length, _, _ in runs), layers)
+    for name, place in (("source", 1), ("split", 2)):
+        getattr(rows, name)[:] = [run[place] for run in runs for _ in range(run[0])]
+    trace = publish_rows(folder / "trace", layers, [rows], group=group, file=4 * group)
+    with patch("smoe_profiles.table_rows.BLOCK_ROWS", 8):
+        survey = survey_rows([trace], folder, Share(), 64, seed)
+    for part, max_blocks, min_blocks in (("fit", 48, 1), ("validation", 16, 8)):
+        mine = np.flatnonzero(of_part(rows, part))
+        blocks = blocks_by_hand(rows.source[mine], 8, max_blocks, min_blocks, seed)
+        sampled = survey.samples[part]
+        assert sampled.row.tolist() == [int(row) for start, stop in blocks for row in mine[start:stop]]
+        assert sampled.block.tolist() == [n for n, (start, stop) in enumerate(blocks) for _ in range(start, stop)]
 
 
-@given(sources, st.integers(1, 60), st.integers(1, 8), st.integers(0, 5))
-@many
-def test_sample_blocks_are_consecutive_rows_of_one_source_and_never_overlap(runs, max_blocks, min_blocks, seed):
-    source = np.array([name for length, name in runs for _ in range(length)])
-    blocks = choose_blocks(source, max_blocks, min_blocks, seed)
-    assert blocks.tolist() == choose_blocks(source, max_blocks, min_blocks, seed).tolist()
-    assert (blocks[:, 0] < blocks[:, 1]).all()
-    assert (blocks[1:, 0] >= blocks[:-1, 1]).all()
-    assert blocks[-1, 1] <= len(source)
-    assert (blocks[:, 1] - blocks[:, 0]).max() <= BLOCK_ROWS
-    if len(source) < min_blocks * BLOCK_ROWS:
-        lengths = blocks[:, 1] - blocks[:, 0]
-        assert len(blocks) == min(min_blocks, len(source))
-        assert lengths.sum() == len(source)
-        assert lengths.max() - lengths.min() <= 1
-    else:
-        assert all(len(set(source[start:stop])) == 1 for start, stop in blocks)
+@pytest.mark.parametrize("blocks", [1, 47, 48, 49, 10_000])
+def test_blocks_are_spread_evenly_and_never_exceed_their_budget(blocks):
+    chosen = choose_blocks(blocks, 48, 0)
+    assert len(chosen) == min(blocks, 48)
+    assert (np.diff(chosen) > 0).all()
+    assert 0 <= chosen[0] <= chosen[-1] < blocks
+    assert np.diff(chosen, prepend=-1).max() <= -(-blocks // len(chosen)) + 1
 
 
-@pytest.mark.parametrize("run", [700, 3000, 200_000])
-def test_samples_never_exceed_their_budget(run):
-    """Many short runs of sources (one document each, say) must not add a block apiece."""
-    source = np.array([f"s{row // run % 7}" for row in range(200_000)])
-    blocks = choose_blocks(source, 48, 1, 0)
-    assert (blocks[:, 1] - blocks[:, 0]).sum() <= 48 * BLOCK_ROWS
-
-
-def test_blocks_are_spread_over_the_part_and_shared_out_by_source():
-    source = np.array(["a"] * 300_000 + ["b"] * 100_000)
-    blocks = choose_blocks(source, 40, 8, 3)
-    starts = blocks[:, 0]
-    assert sum(starts < 300_000) == 30
-    assert sum(starts >= 300_000) == 10
-    assert np.diff(starts[:30]).max() <= 2 * 300_000 / 30
-    assert choose_blocks(source, 40, 8, 4).tolist() != blocks.tolist()
+def test_another_seed_takes_other_blocks():
+    assert choose_blocks(1000, 40, 3).tolist() != choose_blocks(1000, 40, 4).tolist()
 
 
 ARRAYS = {
@@ -258,25 +197,13 @@ def test_a_damaged_array_file_is_an_input_error_naming_it(damage, tmp_path):
 LAYERS = [TraceLayer(1, 8, 2), TraceLayer(2, 6, 3), TraceLayer(5, 70, 2)]
 
 
-def write(folder, trace, model=None, seed=0):
-    done = []
-    with publish(folder, "tables", parameters={}, model=IDENTITY, parents=[trace.artefact]) as draft:
-        draft.parameters |= write_tables(draft.path, trace, model, seed, done.append)
-    assert sum(done) == len(trace.layers)
-    return open_tables(folder, hashes=True)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """(rows, tables) of a trace of 2,000 rows over three layers of different size, without a model."""
     folder = tmp_path_factory.mktemp("tables")
     rows = random_rows(np.random.default_rng(1), 2000, LAYERS)
     trace = publish_trace(folder / "trace", LAYERS, [rows])
-    return rows, write(folder / "tables", trace)
-
-
-def of_part(rows, part):
-    return rows.split == PARTS.index(part)
+    return rows, whole(folder / "tables", trace)
 
 
 def test_counts_of_each_part_are_kept_apart_and_add_up(small):
@@ -324,7 +251,7 @@ def test_statistics_equal_loops(small):
 def test_the_2_gram_file_stands_on_the_top_experts_of_the_two_layers_before(small):
     rows, tables = small
     expected = Counter()
-    for row in np.flatnonzero(of_part(rows, "fit") | of_part(rows, "validation")):
+    for row in np.flatnonzero(in_tables(rows)):
         for expert in rows.experts[2][row]:
             expected[int(rows.experts[0][row, 0]), int(rows.experts[1][row, 0]), int(expert)] += 1
     table = pq.read_table(tables.artefact.path / "bigram_05.parquet").to_pylist()
@@ -376,7 +303,7 @@ def test_samples_are_the_same_rows_in_every_layer(small):
 def test_the_same_trace_gives_the_same_bytes(small, tmp_path):
     rows, _ = small
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
-    first, again = (write(tmp_path / name, trace) for name in ("one", "two"))
+    first, again = (whole(tmp_path / name, trace) for name in ("one", "two"))
     assert first.artefact.manifest["files"] == again.artefact.manifest["files"]
     assert first.artefact.id == again.artefact.id
 
@@ -385,7 +312,7 @@ def test_neighbours_come_from_the_models_own_input_embedding(tiny, tmp_path):
     layers = [TraceLayer(0, 8, 2), TraceLayer(1, 8, 2)]
     rows = random_rows(np.random.default_rng(2), 60, layers, VOCAB)
     trace = publish_trace(tmp_path / "trace", layers, [rows], VOCAB)
-    tables = write(tmp_path / "tables", trace, find_model(str(tiny("mixtral"))))
+    tables = whole(tmp_path / "tables", trace, find_model(str(tiny("mixtral"))))
     embedding = load_file(tiny("mixtral") / "model.safetensors")["model.embed_tokens.weight"]
     occurrences, neighbour = tables.vocabulary()
     seen = occurrences.sum(axis=0) > 0
@@ -399,13 +326,13 @@ def test_a_trace_without_fit_or_validation_rows_is_an_input_error(part, tmp_path
     rows.split[:] = PARTS.index(part)
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
     with pytest.raises(InputError, match="0 validation rows"):
-        write_tables(tmp_path, trace, None, 0, lambda _: None)
+        write_tables(tmp_path, [trace], None, 0, lambda _: None)
 
 
 def test_a_trace_of_no_rows_is_an_input_error(tmp_path):
     trace = publish_trace(tmp_path / "trace", LAYERS, [])
     with pytest.raises(InputError, match="trace"):
-        write_tables(tmp_path, trace, None, 0, lambda _: None)
+        write_tables(tmp_path, [trace], None, 0, lambda _: None)
 
 
 def test_a_token_id_outside_the_vocabulary_is_an_input_error(tmp_path):
@@ -413,12 +340,12 @@ def test_a_token_id_outside_the_vocabulary_is_an_input_error(tmp_path):
     rows.token_id[0] = 64
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
     with pytest.raises(InputError, match="64"):
-        write_tables(tmp_path, trace, None, 0, lambda _: None)
+        write_tables(tmp_path, [trace], None, 0, lambda _: None)
 
 
 def test_a_very_short_part_gives_blocks_of_single_rows(tmp_path):
     rows: Rows = random_rows(np.random.default_rng(0), 5, LAYERS)
     rows.split[:] = [0, 0, 0, 1, 1]
     trace = publish_trace(tmp_path / "trace", LAYERS, [rows])
-    tables = write(tmp_path / "tables", trace)
+    tables = whole(tmp_path / "tables", trace)
     assert [sample.block_start.tolist() for sample in tables.samples("validation")] == [[0, 1, 2]] * 3

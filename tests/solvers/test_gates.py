@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_solvers.choices import Predictor
-from smoe_solvers.linear import choose_ridge, fit_linear
+from smoe_solvers.linear import choose_ridge, fit_affine, fit_linear
 from smoe_solvers.predictors import (
     FUSED,
     SCORE_MAX,
@@ -106,6 +106,16 @@ def test_the_linear_fit_is_ridge_regression_on_standardised_rows():
     assert x @ fit_linear(x.T @ x, x.T @ y, 10.0) == pytest.approx(expected, rel=1e-9)
 
 
+def test_the_affine_fit_is_least_squares_expert_by_expert():
+    generator = np.random.default_rng(2)
+    early = generator.normal(size=(200, 3)) * [1, 2, 0.5] + [0, 1, -3]
+    y = early * [0.5, 1.2, 2] + [1, 0, -1] + 0.3 * generator.normal(size=(200, 3))
+    x = np.concatenate([generator.normal(size=(200, 2)), early, np.ones((200, 1))], axis=1)
+    slopes, intercepts = fit_affine(x.T @ x, x.T @ y, 2)
+    for e in range(3):
+        assert [slopes[e], intercepts[e]] == pytest.approx(np.polyfit(early[:, e], y[:, e], 1), rel=1e-9)
+
+
 def test_a_constant_feature_does_no_harm_and_a_true_map_is_found():
     generator = np.random.default_rng(1)
     x = np.concatenate([generator.normal(size=(500, 3)), np.full((500, 1), 2.0), np.ones((500, 1))], axis=1)
@@ -143,6 +153,7 @@ def layer():
         markov=markov,
         early_temperature=0.2,
         linear_temperature=0.3,
+        early=np.stack([np.full(EXPERTS, 2.0), np.arange(EXPERTS) / 10]).astype(np.float32),
         linear=generator.normal(size=(3, EXPERTS)).astype(np.float32),
         fusion=(0.5, 0.0, 0.25, 0.25),
         chosen=Predictor.LINEAR,
@@ -167,7 +178,10 @@ def test_every_predictor_scores_what_its_name_says(layer, context):
 
     token = np.concatenate([layer.token[[0, 5, 3]], layer.markov.none[None]])
     markov = markov_scores(layer.markov, context.two, context.one, 4)
-    early = quantise(by_rank(inclusion(context.early, TOP_K, 0.2), PLACE, RANKS), TOP_K)
+    early = quantise(
+        by_rank(inclusion(context.early * 2 + np.arange(EXPERTS, dtype=np.float32) / 10, TOP_K, 0.2), PLACE, RANKS),
+        TOP_K,
+    )
     linear = quantise(by_rank(inclusion(context.features @ layer.linear, TOP_K, 0.3), PLACE, RANKS), TOP_K)
     assert (found(Predictor.TOKEN) == token).all()
     assert (found(Predictor.MARKOV) == markov).all()

@@ -1,0 +1,313 @@
+"""One layer's tables: counted from a trace, row group by row group, written, and read back to be added up (design 3).
+
+Axes: n rows of one row group, N sample rows, K experts a token, E experts of the layer, E' and E'' of the one and two
+before it, S token ids that are counted. What is in memory is one layer's counters and one row group.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from smoe_profiles.counting import (
+    NOT_COUNTED,
+    add_bigrams,
+    add_pairs,
+    add_token_counts,
+    add_transitions,
+    find_entries,
+)
+from smoe_profiles.errors import InputError
+from smoe_profiles.table_rows import Survey
+from smoe_profiles.tables import (
+    FIT_PARTS,
+    Int64Array,
+    UInt32Array,
+    bigram_path,
+    counts_path,
+    load_arrays,
+    onegram_path,
+    save_arrays,
+    statistics_path,
+)
+from smoe_profiles.trace import TraceLayer, check_experts, to_numpy
+
+KEEP_SINGLES = 64
+"""Entries of the 2-gram that were seen once are dropped where there are more experts than this."""
+
+ENTRY_GROUP = 1 << 20
+"""Entries in a Parquet row group."""
+
+CELLS = 1 << 20
+"""Counters that are looked through for entries at a time."""
+
+Experts = npt.NDArray[np.unsignedinteger[Any]]
+Counters = npt.NDArray[np.unsignedinteger[Any]]
+Columns = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Everything counted at one layer, fit first.
+
+    token_id: [S] counted ids, rising; tokens: [2, S, E]; popularity: [2, E]; coactivation: [2, E, E]; transitions,
+    onegram: [2, E', E], by all experts and by the top expert of the layer before; bigrams: [E'', E', E], by the top
+    experts of the two layers before, both parts together. None where there is no such layer.
+    """
+
+    token_id: UInt32Array
+    tokens: Counters
+    popularity: Int64Array
+    coactivation: Int64Array
+    transitions: Int64Array | None
+    onegram: Int64Array | None
+    bigrams: Counters | None
+
+
+def empty_counts(layers: Sequence[TraceLayer], index: int, token_id: UInt32Array, rows: int) -> LayerCounts:
+    """Counters at zero. rows: how many will be counted, each at most once in any counter."""
+    kind = np.uint32 if rows < 2**32 else np.uint64
+    size = layers[index].num_experts
+    before = [layer.num_experts for layer in layers[max(index - 2, 0) : index]]
+    return LayerCounts(
+        token_id=token_id,
+        tokens=np.zeros((len(FIT_PARTS), len(token_id), size), kind),
+        popularity=np.zeros((len(FIT_PARTS), size), np.int64),
+        coactivation=np.zeros((len(FIT_PARTS), size, size), np.int64),
+        transitions=np.zeros((len(FIT_PARTS), before[-1], size), np.int64) if before else None,
+        onegram=np.zeros((len(FIT_PARTS), before[-1], size), np.int64) if before else None,
+        bigrams=np.zeros((*before, size), kind) if len(before) == 2 else None,
+    )
+
+
+def token_slots(token_id: UInt32Array, vocab: int) -> npt.NDArray[np.int32]:
+    """[V]: the place of each counted id, NOT_COUNTED for the others."""
+    slot = np.full(vocab, NOT_COUNTED, np.int32)
+    slot[token_id] = np.arange(len(token_id))
+    return slot
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A layer's experts of the share's rows, plain on disk: cheaper to read again than Parquet."""
+
+    path: Path
+    layer: TraceLayer
+
+    def append(self, experts: Experts) -> None:
+        with self.path.open("ab") as file:
+            file.write(experts.tobytes())
+
+    def read(self, start: int, stop: int) -> Experts:
+        kind = np.dtype(self.layer.id_type.to_pandas_dtype())
+        width = self.layer.top_k
+        flat = np.fromfile(self.path, kind, (stop - start) * width, offset=start * width * kind.itemsize)
+        return flat.reshape(-1, width)
+
+
+def count_layers(
+    survey: Survey,
+    numbers: range,
+    token_id: UInt32Array,
+    samples: Int64Array,
+    scratch: Path,
+    write: Callable[[TraceLayer, LayerCounts], None],
+) -> Iterator[Experts]:
+    """Count consecutive layers of the survey's share and `write` each, in order; yields its sample rows' experts.
+
+    samples: [N] row numbers; what is yielded: [N, K]. Counters go before the next layer's come, so nobody may keep
+    them. The two layers before the first are read too; nothing else is read a second time.
+    Raises InputError for an id outside its layer or twice in a row.
+    """
+    layers = survey.traces[0].layers
+    slot = token_slots(token_id, survey.occurrences.shape[1])
+    rows = min(survey.stop - survey.first, sum(survey.rows.values()))
+    past: list[_Column] = []
+    for index in range(max(numbers.start - 2, 0), numbers.stop):
+        column = _Column(scratch / layers[index].label, layers[index])
+        counts = empty_counts(layers, index, token_id, rows) if index in numbers else None
+        sampled = np.empty((len(samples), column.layer.top_k), column.layer.id_type.to_pandas_dtype())
+        for row, experts in _read_layer(survey, column.layer, samples if counts else samples[:0]):
+            here = (samples >= row) & (samples < row + len(experts))
+            sampled[here] = experts[samples[here] - row]
+            bounds = np.clip([row, row + len(experts)], survey.first, survey.stop)
+            mine = experts[bounds[0] - row : bounds[1] - row] if bounds[0] < bounds[1] else experts[:0]
+            column.append(mine)
+            if counts and len(mine):
+                _add_rows(counts, slot, survey, past, int(bounds[0]), mine)
+                if np.diagonal(counts.coactivation, axis1=1, axis2=2).any():  # pairs of two slots: an id twice
+                    check_experts(mine, column.layer)
+        if counts:
+            _make_symmetric(counts)
+            write(column.layer, counts)
+            del counts
+            yield sampled
+        if len(past) == 2:
+            past[0].path.unlink()
+        past = [*past[-1:], column]
+
+
+def _read_layer(survey: Survey, layer: TraceLayer, samples: Int64Array) -> Iterator[tuple[int, Experts]]:
+    """A layer's experts in the share and where samples lie, group by group and checked: (first row, [n, K])."""
+    for row, table in survey.groups([layer.column], samples=samples, share=True):
+        experts = to_numpy(table[layer.column])
+        if experts.size and experts.max() >= layer.num_experts:
+            check_experts(experts, layer)
+        yield row, experts
+
+
+def _add_rows(
+    counts: LayerCounts,
+    slot: npt.NDArray[np.int32],
+    survey: Survey,
+    past: Sequence[_Column],
+    start: int,
+    experts: Experts,
+) -> None:
+    bounds = start - survey.first, start - survey.first + len(experts)
+    part = survey.facts.part(*bounds)
+    add_token_counts(counts.tokens, slot, part, survey.facts.token_id(*bounds), experts)
+    add_pairs(counts.popularity, counts.coactivation, part, experts)
+    before = [column.read(*bounds) for column in past]
+    tops = [np.ascontiguousarray(rows[:, :1]) for rows in before]
+    if counts.transitions is not None and counts.onegram is not None:
+        add_transitions(counts.transitions, part, before[-1], experts)
+        add_transitions(counts.onegram, part, tops[-1], experts)
+    if counts.bigrams is not None:
+        add_bigrams(counts.bigrams, part, tops[0][:, 0], tops[1][:, 0], experts)
+
+
+def _make_symmetric(counts: LayerCounts) -> None:
+    """From two slots of a row counted once to co-activation: both orders, and each expert with itself."""
+    for popularity, pairs in zip(counts.popularity, counts.coactivation, strict=True):
+        pairs += pairs.T.copy() + np.diag(popularity)
+
+
+def write_layer(folder: Path, layer: TraceLayer, counts: LayerCounts, *, whole: bool) -> None:
+    """One layer's files. whole: these are all rows, so that rare entries of the 2-gram are dropped; else a shard's."""
+    tokens = {"token_id": pa.uint32(), "expert": pa.uint16(), "count": _kind(counts.tokens), "split": _SPLIT}
+    _write_entries(counts_path(folder, layer), pa.schema(tokens), _token_entries(counts))
+    arrays = {"popularity": counts.popularity, "coactivation": counts.coactivation}
+    if counts.transitions is not None and counts.onegram is not None:
+        arrays["transitions"] = counts.transitions
+        save_arrays(onegram_path(folder, layer), {"onegram": counts.onegram})
+    save_arrays(statistics_path(folder, layer), arrays)
+    if counts.bigrams is not None:
+        names = dict.fromkeys(("first", "second", "expert"), pa.uint16()) | {"count": _kind(counts.bigrams)}
+        least = 2 if whole and layer.num_experts > KEEP_SINGLES else 1
+        _write_entries(bigram_path(folder, layer), pa.schema(names), _bigram_entries(counts.bigrams, least))
+
+
+_SPLIT = pa.dictionary(pa.int8(), pa.string())
+
+
+def _kind(counters: Counters) -> pa.DataType:
+    """Counts of more than 2^32 rows take 64 bits (F-32)."""
+    return pa.from_numpy_dtype(counters.dtype)
+
+
+def _token_entries(counts: LayerCounts) -> Iterator[Columns]:
+    for code, counters in enumerate(counts.tokens):
+        for line, expert, found in _entries(counters, 1):
+            split = np.full(len(line), code, np.int8)
+            yield {"token_id": counts.token_id[line], "expert": expert, "count": found, "split": split}
+
+
+def _bigram_entries(bigrams: Counters, least: int) -> Iterator[Columns]:
+    before = bigrams.shape[1]
+    for line, expert, found in _entries(bigrams.reshape(-1, bigrams.shape[2]), least):
+        yield {"first": line // before, "second": line % before, "expert": expert, "count": found}
+
+
+def _entries(counters: Counters, least: int) -> Iterator[tuple[Int64Array, npt.NDArray[np.uint16], Counters]]:
+    """Counters [R, E] of at least `least` as (row, expert, count), a bounded run of rows at a time."""
+    lines, size = counters.shape
+    run = max(CELLS // size, 1)
+    line, expert, found = (np.empty(run * size, kind) for kind in (np.int64, np.uint16, counters.dtype))
+    for start in range(0, lines, run):
+        filled = find_entries(counters[start : start + run], least, line, expert, found)
+        yield line[:filled] + start, expert[:filled].copy(), found[:filled].copy()
+
+
+def _write_entries(path: Path, schema: pa.Schema, pieces: Iterator[Columns]) -> None:
+    """One table as Parquet in full row groups, however the pieces come."""
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        pending, written = [schema.empty_table()], False
+        for piece in pieces:
+            pending.append(_entry_table(piece, schema))
+            if sum(map(len, pending)) >= ENTRY_GROUP:
+                table = pa.concat_tables(pending).combine_chunks()
+                writer.write_table(table.slice(0, ENTRY_GROUP), ENTRY_GROUP)
+                pending, written = [table.slice(ENTRY_GROUP)], True
+        rest = pa.concat_tables(pending).combine_chunks()
+        if len(rest) or not written:
+            writer.write_table(rest, ENTRY_GROUP)
+
+
+def _entry_table(columns: Columns, schema: pa.Schema) -> pa.Table:
+    arrays = []
+    for field in schema:
+        if field.type == _SPLIT:
+            arrays.append(pa.DictionaryArray.from_arrays(columns[field.name], pa.array(FIT_PARTS)))
+        else:
+            arrays.append(pa.array(columns[field.name].astype(field.type.to_pandas_dtype(), copy=False), field.type))
+    return pa.table(arrays, schema=schema)
+
+
+def add_written(counts: LayerCounts, folder: Path, layer: TraceLayer, slot: npt.NDArray[np.int32]) -> None:
+    """Add what `write_layer` wrote for a shard. slot: [V] as `token_slots` gives it.
+
+    Raises InputError for a file that does not hold these counters.
+    """
+    for piece in _read_entries(counts_path(folder, layer)):
+        place = _at(slot, piece["token_id"], folder)
+        kept = place != NOT_COUNTED
+        key = piece["part"][kept], place[kept], piece["expert"][kept]
+        _add_entries(counts.tokens, key, piece["count"][kept], folder)
+    arrays = load_arrays(statistics_path(folder, layer))
+    totals = {"popularity": counts.popularity, "coactivation": counts.coactivation}
+    if counts.transitions is not None and counts.onegram is not None:
+        arrays |= load_arrays(onegram_path(folder, layer))
+        totals |= {"transitions": counts.transitions, "onegram": counts.onegram}
+    for name, total in totals.items():
+        if arrays.get(name, np.empty(0)).shape != total.shape:
+            raise InputError(f"{statistics_path(folder, layer)} does not hold {name} of {list(total.shape)}.")
+        total += arrays[name]
+    if counts.bigrams is not None:
+        for piece in _read_entries(bigram_path(folder, layer)):
+            _add_entries(counts.bigrams, (piece["first"], piece["second"], piece["expert"]), piece["count"], folder)
+
+
+def _at(slot: npt.NDArray[np.int32], token_id: npt.NDArray[np.integer], folder: Path) -> npt.NDArray[np.int32]:
+    if token_id.size and token_id.max() >= len(slot):
+        raise InputError(f"{folder} counts token id {token_id.max()}; its vocabulary has {len(slot)} entries.")
+    place: npt.NDArray[np.int32] = slot[token_id]
+    return place
+
+
+def _add_entries(counters: Counters, key: tuple[npt.NDArray[Any], ...], count: npt.NDArray[Any], folder: Path) -> None:
+    for values, size in zip(key, counters.shape, strict=True):
+        if values.size and values.max() >= size:
+            raise InputError(f"{folder} counts {values.max()} where {size} are known.")
+    np.add.at(counters, key, count.astype(counters.dtype))
+
+
+def _read_entries(path: Path) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Entries of a file, one row group at a time, the part of token counts as a code."""
+    try:
+        file = pq.ParquetFile(path)
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number)
+            piece = {name: table[name].to_numpy() for name in table.column_names if name != "split"}
+            if "split" in table.column_names:
+                names = table["split"].combine_chunks().dictionary.to_pylist() if len(table) else []
+                codes = np.array([FIT_PARTS.index(name) for name in names], np.int64)
+                piece["part"] = codes[table["split"].combine_chunks().indices.to_numpy()] if len(table) else codes
+            yield piece
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+        raise InputError(f"{path} cannot be read as counts ({error}).") from error
