@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from smoe_profiles.counting import (
     NOT_COUNTED,
     add_bigrams,
+    add_entries,
     add_pairs,
     add_token_counts,
     add_transitions,
@@ -47,17 +48,30 @@ CELLS = 1 << 20
 """Counters that are looked through for entries at a time."""
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
-Counters = npt.NDArray[np.unsignedinteger[Any]]
 Columns = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Many counters, [R, E], each low + 256 high; see `smoe_profiles.counting`."""
+
+    low: npt.NDArray[np.uint8]
+    high: npt.NDArray[np.uint32]
+
+    @classmethod
+    def zeros(cls, rows: int, experts: int) -> "Counters":
+        """Memory is taken as counters are touched: a byte each at first, four more where one passes 255."""
+        return cls(np.zeros((rows, experts), np.uint8), np.zeros((rows, experts), np.uint32))
 
 
 @dataclass(frozen=True)
 class LayerCounts:
     """Everything counted at one layer, fit first.
 
-    token_id: [S] counted ids, rising; tokens: [2, S, E]; popularity: [2, E]; coactivation: [2, E, E]; transitions,
-    onegram: [2, E', E], by all experts and by the top expert of the layer before; bigrams: [E'', E', E], by the top
-    experts of the two layers before, both parts together. None where there is no such layer.
+    token_id: [S] counted ids, rising; tokens: [2 S, E]; popularity: [2, E]; coactivation: [2, E, E]; transitions,
+    onegram: [2, E', E], by all experts and by the top expert of the layer before; bigrams: [E'' E', E], by the top
+    experts of the two layers before, both parts together. None where there is no such layer. sizes: E'', E' and E, as
+    far as there are such layers; rows: how many are counted in all, each at most once in any counter.
     """
 
     token_id: UInt32Array
@@ -67,29 +81,25 @@ class LayerCounts:
     transitions: Int64Array | None
     onegram: Int64Array | None
     bigrams: Counters | None
+    sizes: tuple[int, ...]
+    rows: int
 
 
 def empty_counts(layers: Sequence[TraceLayer], index: int, token_id: UInt32Array, rows: int) -> LayerCounts:
-    """Counters at zero. rows: how many will be counted, each at most once in any counter."""
-    kind = np.uint32 if rows < 2**32 else np.uint64
-    size = layers[index].num_experts
-    before = [layer.num_experts for layer in layers[max(index - 2, 0) : index]]
+    """Counters at zero."""
+    sizes = tuple(layer.num_experts for layer in layers[max(index - 2, 0) : index + 1])
+    pairs = [np.zeros((len(FIT_PARTS), *sizes[-2:]), np.int64) if index else None for _ in range(2)]
     return LayerCounts(
         token_id=token_id,
-        tokens=np.zeros((len(FIT_PARTS), len(token_id), size), kind),
-        popularity=np.zeros((len(FIT_PARTS), size), np.int64),
-        coactivation=np.zeros((len(FIT_PARTS), size, size), np.int64),
-        transitions=np.zeros((len(FIT_PARTS), before[-1], size), np.int64) if before else None,
-        onegram=np.zeros((len(FIT_PARTS), before[-1], size), np.int64) if before else None,
-        bigrams=np.zeros((*before, size), kind) if len(before) == 2 else None,
+        tokens=Counters.zeros(len(FIT_PARTS) * len(token_id), sizes[-1]),
+        popularity=np.zeros((len(FIT_PARTS), sizes[-1]), np.int64),
+        coactivation=np.zeros((len(FIT_PARTS), sizes[-1], sizes[-1]), np.int64),
+        transitions=pairs[0],
+        onegram=pairs[1],
+        bigrams=Counters.zeros(sizes[0] * sizes[1], sizes[2]) if len(sizes) == 3 else None,
+        sizes=sizes,
+        rows=rows,
     )
-
-
-def token_slots(token_id: UInt32Array, vocab: int) -> npt.NDArray[np.int32]:
-    """[V]: the place of each counted id, NOT_COUNTED for the others."""
-    slot = np.full(vocab, NOT_COUNTED, np.int32)
-    slot[token_id] = np.arange(len(token_id))
-    return slot
 
 
 @dataclass(frozen=True)
@@ -120,12 +130,12 @@ def count_layers(
 ) -> Iterator[Experts]:
     """Count consecutive layers of the survey's share and `write` each, in order; yields its sample rows' experts.
 
-    samples: [N] row numbers; what is yielded: [N, K]. Counters go before the next layer's come, so nobody may keep
-    them. The two layers before the first are read too; nothing else is read a second time.
+    The survey's facts must be arranged for token_id. samples: [N] row numbers; what is yielded: [N, K]. Counters go
+    before the next layer's come, so nobody may keep them. The two layers before the first are read too; nothing else
+    is read a second time.
     Raises InputError for an id outside its layer or twice in a row.
     """
     layers = survey.traces[0].layers
-    slot = token_slots(token_id, survey.occurrences.shape[1])
     rows = min(survey.stop - survey.first, sum(survey.rows.values()))
     past: list[_Column] = []
     for index in range(max(numbers.start - 2, 0), numbers.stop):
@@ -139,7 +149,7 @@ def count_layers(
             mine = experts[bounds[0] - row : bounds[1] - row] if bounds[0] < bounds[1] else experts[:0]
             column.append(mine)
             if counts and len(mine):
-                _add_rows(counts, slot, survey, past, int(bounds[0]), mine)
+                _add_rows(counts, survey, past, int(bounds[0]), mine)
                 if np.diagonal(counts.coactivation, axis1=1, axis2=2).any():  # pairs of two slots: an id twice
                     check_experts(mine, column.layer)
         if counts:
@@ -161,25 +171,27 @@ def _read_layer(survey: Survey, layer: TraceLayer, samples: Int64Array) -> Itera
         yield row, experts
 
 
-def _add_rows(
-    counts: LayerCounts,
-    slot: npt.NDArray[np.int32],
-    survey: Survey,
-    past: Sequence[_Column],
-    start: int,
-    experts: Experts,
-) -> None:
+def _add_rows(counts: LayerCounts, survey: Survey, past: Sequence[_Column], start: int, experts: Experts) -> None:
     bounds = start - survey.first, start - survey.first + len(experts)
     part = survey.facts.part(*bounds)
-    add_token_counts(counts.tokens, slot, part, survey.facts.token_id(*bounds), experts)
-    add_pairs(counts.popularity, counts.coactivation, part, experts)
+    add_token_counts(counts.tokens.low, counts.tokens.high, *survey.facts.arranged(*bounds), experts)
+    _add(add_pairs, [counts.popularity, counts.coactivation], part, experts)
     before = [column.read(*bounds) for column in past]
     tops = [np.ascontiguousarray(rows[:, :1]) for rows in before]
     if counts.transitions is not None and counts.onegram is not None:
-        add_transitions(counts.transitions, part, before[-1], experts)
-        add_transitions(counts.onegram, part, tops[-1], experts)
+        _add(add_transitions, [counts.transitions], part, before[-1], experts)
+        _add(add_transitions, [counts.onegram], part, tops[-1], experts)
     if counts.bigrams is not None:
-        add_bigrams(counts.bigrams, part, tops[0][:, 0], tops[1][:, 0], experts)
+        context = tops[0][:, 0].astype(np.uint32) * np.uint32(counts.sizes[1]) + tops[1][:, 0]
+        add_bigrams(counts.bigrams.low, counts.bigrams.high, part, context, experts)
+
+
+def _add(loop: Callable[..., None], totals: Sequence[Int64Array], *rows: npt.NDArray[Any]) -> None:
+    """Count rows into narrow counters, which are half the memory to touch, and add those up."""
+    narrow = [np.zeros(total.shape, np.uint32) for total in totals]
+    loop(*narrow, *rows)
+    for total, found in zip(totals, narrow, strict=True):
+        total += found
 
 
 def _make_symmetric(counts: LayerCounts) -> None:
@@ -190,7 +202,8 @@ def _make_symmetric(counts: LayerCounts) -> None:
 
 def write_layer(folder: Path, layer: TraceLayer, counts: LayerCounts, *, whole: bool) -> None:
     """One layer's files. whole: these are all rows, so that rare entries of the 2-gram are dropped; else a shard's."""
-    tokens = {"token_id": pa.uint32(), "expert": pa.uint16(), "count": _kind(counts.tokens), "split": _SPLIT}
+    kind = pa.uint32() if counts.rows < 2**32 else pa.uint64()  # F-32
+    tokens = {"token_id": pa.uint32(), "expert": pa.uint16(), "count": kind, "split": _SPLIT}
     _write_entries(counts_path(folder, layer), pa.schema(tokens), _token_entries(counts))
     arrays = {"popularity": counts.popularity, "coactivation": counts.coactivation}
     if counts.transitions is not None and counts.onegram is not None:
@@ -198,39 +211,37 @@ def write_layer(folder: Path, layer: TraceLayer, counts: LayerCounts, *, whole: 
         save_arrays(onegram_path(folder, layer), {"onegram": counts.onegram})
     save_arrays(statistics_path(folder, layer), arrays)
     if counts.bigrams is not None:
-        names = dict.fromkeys(("first", "second", "expert"), pa.uint16()) | {"count": _kind(counts.bigrams)}
+        names = dict.fromkeys(("first", "second", "expert"), pa.uint16()) | {"count": kind}
         least = 2 if whole and layer.num_experts > KEEP_SINGLES else 1
-        _write_entries(bigram_path(folder, layer), pa.schema(names), _bigram_entries(counts.bigrams, least))
+        _write_entries(bigram_path(folder, layer), pa.schema(names), _bigram_entries(counts, least))
 
 
 _SPLIT = pa.dictionary(pa.int8(), pa.string())
 
 
-def _kind(counters: Counters) -> pa.DataType:
-    """Counts of more than 2^32 rows take 64 bits (F-32)."""
-    return pa.from_numpy_dtype(counters.dtype)
-
-
 def _token_entries(counts: LayerCounts) -> Iterator[Columns]:
-    for code, counters in enumerate(counts.tokens):
-        for line, expert, found in _entries(counters, 1):
-            split = np.full(len(line), code, np.int8)
-            yield {"token_id": counts.token_id[line], "expert": expert, "count": found, "split": split}
+    for place, expert, found in _entries(counts.tokens, 1):
+        split, slot = np.divmod(place, max(len(counts.token_id), 1))
+        yield {"token_id": counts.token_id[slot], "expert": expert, "count": found, "split": split.astype(np.int8)}
 
 
-def _bigram_entries(bigrams: Counters, least: int) -> Iterator[Columns]:
-    before = bigrams.shape[1]
-    for line, expert, found in _entries(bigrams.reshape(-1, bigrams.shape[2]), least):
-        yield {"first": line // before, "second": line % before, "expert": expert, "count": found}
+def _bigram_entries(counts: LayerCounts, least: int) -> Iterator[Columns]:
+    assert counts.bigrams is not None
+    for context, expert, found in _entries(counts.bigrams, least):
+        first, second = np.divmod(context, counts.sizes[1])
+        yield {"first": first, "second": second, "expert": expert, "count": found}
 
 
-def _entries(counters: Counters, least: int) -> Iterator[tuple[Int64Array, npt.NDArray[np.uint16], Counters]]:
-    """Counters [R, E] of at least `least` as (row, expert, count), a bounded run of rows at a time."""
-    lines, size = counters.shape
+def _entries(
+    counters: Counters, least: int
+) -> Iterator[tuple[Int64Array, npt.NDArray[np.uint16], npt.NDArray[np.uint64]]]:
+    """Counters of at least `least` as (row, expert, count), a bounded run of rows at a time."""
+    lines, size = counters.low.shape
     run = max(CELLS // size, 1)
-    line, expert, found = (np.empty(run * size, kind) for kind in (np.int64, np.uint16, counters.dtype))
+    line, expert, found = (np.empty(run * size, kind) for kind in (np.int64, np.uint16, np.uint64))
     for start in range(0, lines, run):
-        filled = find_entries(counters[start : start + run], least, line, expert, found)
+        rows = slice(start, start + run)
+        filled = find_entries(counters.low[rows], counters.high[rows], least, line, expert, found)
         yield line[:filled] + start, expert[:filled].copy(), found[:filled].copy()
 
 
@@ -259,16 +270,24 @@ def _entry_table(columns: Columns, schema: pa.Schema) -> pa.Table:
     return pa.table(arrays, schema=schema)
 
 
+def token_slots(token_id: UInt32Array, vocab: int) -> npt.NDArray[np.int32]:
+    """[V]: the place of each counted id, NOT_COUNTED for the others."""
+    slot = np.full(vocab, NOT_COUNTED, np.int32)
+    slot[token_id] = np.arange(len(token_id))
+    return slot
+
+
 def add_written(counts: LayerCounts, folder: Path, layer: TraceLayer, slot: npt.NDArray[np.int32]) -> None:
     """Add what `write_layer` wrote for a shard. slot: [V] as `token_slots` gives it.
 
     Raises InputError for a file that does not hold these counters.
     """
     for piece in _read_entries(counts_path(folder, layer)):
-        place = _at(slot, piece["token_id"], folder)
+        _check_below(len(slot), piece["token_id"], folder)
+        place = slot[piece["token_id"]].astype(np.int64)
         kept = place != NOT_COUNTED
-        key = piece["part"][kept], place[kept], piece["expert"][kept]
-        _add_entries(counts.tokens, key, piece["count"][kept], folder)
+        place += piece["part"] * len(counts.token_id)
+        _add_entries(counts.tokens, place[kept], piece["expert"][kept], piece["count"][kept], folder)
     arrays = load_arrays(statistics_path(folder, layer))
     totals = {"popularity": counts.popularity, "coactivation": counts.coactivation}
     if counts.transitions is not None and counts.onegram is not None:
@@ -280,21 +299,22 @@ def add_written(counts: LayerCounts, folder: Path, layer: TraceLayer, slot: npt.
         total += arrays[name]
     if counts.bigrams is not None:
         for piece in _read_entries(bigram_path(folder, layer)):
-            _add_entries(counts.bigrams, (piece["first"], piece["second"], piece["expert"]), piece["count"], folder)
+            _check_below(counts.sizes[1], piece["second"], folder)
+            context = piece["first"].astype(np.int64) * counts.sizes[1] + piece["second"]
+            _add_entries(counts.bigrams, context, piece["expert"], piece["count"], folder)
 
 
-def _at(slot: npt.NDArray[np.int32], token_id: npt.NDArray[np.integer], folder: Path) -> npt.NDArray[np.int32]:
-    if token_id.size and token_id.max() >= len(slot):
-        raise InputError(f"{folder} counts token id {token_id.max()}; its vocabulary has {len(slot)} entries.")
-    place: npt.NDArray[np.int32] = slot[token_id]
-    return place
+def _add_entries(
+    counters: Counters, place: Int64Array, expert: npt.NDArray[Any], count: npt.NDArray[Any], folder: Path
+) -> None:
+    for values, size in zip((place, expert), counters.low.shape, strict=True):
+        _check_below(size, values, folder)
+    add_entries(counters.low, counters.high, place, expert.astype(np.uint16), count.astype(np.uint64))
 
 
-def _add_entries(counters: Counters, key: tuple[npt.NDArray[Any], ...], count: npt.NDArray[Any], folder: Path) -> None:
-    for values, size in zip(key, counters.shape, strict=True):
-        if values.size and values.max() >= size:
-            raise InputError(f"{folder} counts {values.max()} where {size} are known.")
-    np.add.at(counters, key, count.astype(counters.dtype))
+def _check_below(size: int, values: npt.NDArray[Any], folder: Path) -> None:
+    if values.size and values.max() >= size:
+        raise InputError(f"{folder} counts an id {values.max()} where {size} are known.")
 
 
 def _read_entries(path: Path) -> Iterator[dict[str, npt.NDArray[Any]]]:

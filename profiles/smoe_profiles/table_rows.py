@@ -5,14 +5,16 @@ Axes: N rows of all traces, numbered trace after trace; n rows of one row group;
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from smoe_profiles.counting import number_blocks
+from smoe_profiles.counting import NOT_COUNTED, number_blocks
 from smoe_profiles.errors import InputError
 from smoe_profiles.split import PARTS
 from smoe_profiles.tables import FIT_PARTS, Int64Array, UInt32Array
@@ -49,15 +51,39 @@ class RowFacts:
     folder: Path
 
     def append(self, part: npt.NDArray[np.uint8], token_id: UInt32Array) -> None:
-        for name, column in (("part", part), ("token_id", token_id)):
-            with (self.folder / name).open("ab") as file:
-                file.write(column.tobytes())
+        self._write("part", part)
+        self._write("token_id", token_id)
 
     def part(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         return np.fromfile(self.folder / "part", np.uint8, stop - start, offset=start)
 
     def token_id(self, start: int, stop: int) -> UInt32Array:
         return np.fromfile(self.folder / "token_id", np.uint32, stop - start, offset=4 * start)
+
+    def arrange(self, bounds: Sequence[tuple[int, int]], counted: UInt32Array, vocab: int) -> None:
+        """Put the rows of each run in the order in which token counts take them, once for all layers.
+
+        counted: [S] ids; the place of a counted row is that of its id, validation rows after all of fit.
+        """
+        slot = np.full(vocab + 1, NOT_COUNTED, np.int32)
+        slot[counted] = np.arange(len(counted))
+        for start, stop in bounds:
+            part, token_id = self.part(start, stop), self.token_id(start, stop)
+            place = slot[np.minimum(token_id, vocab)]
+            taken = (place != NOT_COUNTED) & (part < len(FIT_PARTS))
+            key = np.where(taken, place + part.astype(np.int32) * len(counted), np.iinfo(np.int32).max)
+            order = np.argsort(key).astype(np.uint32)
+            self._write("order", order)
+            self._write("place", np.where(taken, key, NOT_COUNTED)[order].astype(np.int32))
+
+    def arranged(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], UInt32Array]:
+        """Places and order of a run that was arranged, [n] both."""
+        place = np.fromfile(self.folder / "place", np.int32, stop - start, offset=4 * start)
+        return place, np.fromfile(self.folder / "order", np.uint32, stop - start, offset=4 * start)
+
+    def _write(self, name: str, column: npt.NDArray[Any]) -> None:
+        with (self.folder / name).open("ab") as file:
+            file.write(column.tobytes())
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,11 @@ class Survey:
             for group, table in zip(mine, trace.groups(names, only=frozenset(mine)), strict=True):
                 yield int(self.group_start[number + group]), table
             number += count
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The share's rows of each row group that has any, counted from the share's first."""
+        edges = np.unique(np.clip(self.group_start, self.first, self.stop)) - self.first
+        return list(pairwise(edges.tolist()))
 
     def _group_of(self, rows: Int64Array) -> Int64Array:
         return np.searchsorted(self.group_start, rows, side="right") - 1

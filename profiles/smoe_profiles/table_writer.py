@@ -209,6 +209,7 @@ def _write_counted(
     """Every layer's files, and the samples, which take a column from each layer."""
     from joblib import Parallel, cpu_count, delayed
 
+    survey.facts.arrange(survey.runs(), counted, survey.occurrences.shape[1])
     samples = share_samples(survey)
     layers = survey.traces[0].layers
     work = (survey.stop - survey.first) * sum(layer.top_k for layer in layers)

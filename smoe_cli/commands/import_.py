@@ -81,8 +81,7 @@ def import_(
         wanted=Wanted(split=split, split_by=split_by, order=not no_order),
     )
     document = import_trace(plan, target, force=force, console=common.console)
-    ready = document["level"] == "token" and not document["unknown_token_ids"]
-    command = common.next("smoe build-tables") if ready else None
+    command = common.next("smoe build-tables") if document["level"] == "token" else None
     common.console.result(document, lambda: _show(common, document), command)
 
 

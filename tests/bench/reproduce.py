@@ -878,18 +878,20 @@ def assignment(bench: Bench) -> Iterator[Line]:
 
 
 SUM_FIGURES = (
-    "rule / exact, all batches; batches below .99; worst batch after 0 / 1 / 2 (served) / 4 / 8 / 64 exchange passes"
+    "rule / exact, all batches; batches below .99; worst batch: rows that prefer its most wanted rank over the quota, "
+    "rule / exact after 0 / 1 / 2 (served) / 4 / 8 / 64 exchange passes"
 )
 
 
-def _sums_text(sums: list[list[int]]) -> str:
-    """sums: of each batch, the scores after PASSES and of the exact assignment."""
+def _sums_text(sums: list[list[float]]) -> str:
+    """sums: of each batch, what `rule_sums` gives."""
     table = np.array(sums)
-    served = table[:, PASSES.index(2)]
+    served = table[:, 1 + PASSES.index(2)]
     ratio = served / table[:, -1]
     worst = table[ratio.argmin()]
     total = served.sum() / table[:, -1].sum()
-    return f"{total:.4f}; {(ratio < 0.99).sum()} of {len(ratio)}; {shares(worst[:-1] / worst[-1])}"
+    below = f"{(ratio < 0.99).sum()} of {len(ratio)}"
+    return f"{total:.4f}; {below}; {worst[0]:.1f}, {shares(worst[1:-1] / worst[-1])}"
 
 
 def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[Placement]:
@@ -927,17 +929,19 @@ def _drawn_scores(model: str, domain: str, layer: int, ep: int) -> Ints:
     return quantise(scored, top_k)[token]
 
 
-def rule_sums(scores: Ints) -> Iterator[list[int]]:
-    """Of each batch, the rule's sum of scores after PASSES exchange passes, and the exact one. scores: [N, G] u8."""
+def rule_sums(scores: Ints) -> Iterator[list[float]]:
+    """Of each batch: rows that prefer the most wanted rank, over the quota; the rule's sum of scores after PASSES
+    exchange passes; the exact one. scores: [N, G] u8."""
     for part in batches(len(scores), BATCH):
         mine = scores[part].astype(np.int32)
         rows, most = np.arange(len(mine)), quota(len(mine), mine.shape[1])
-        place, sums = _regret_rounds(mine, most), []
+        place = _regret_rounds(mine, most)
+        sums = [np.bincount(mine.argmax(axis=1)).max() / most]
         for done in range(PASSES[-1] + 1):
             if done in PASSES:
-                sums.append(int(mine[rows, place].sum()))
+                sums.append(float(mine[rows, place].sum()))
             _exchange_pass(mine, place)
-        yield [*sums, int(mine[rows, assign_exact(mine, most)].sum())]
+        yield [*sums, float(mine[rows, assign_exact(mine, most)].sum())]
 
 
 # Data sets that cannot be had.

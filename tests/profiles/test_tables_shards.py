@@ -328,15 +328,16 @@ def test_large_tables_are_the_bytes_of_one_plain_write(tmp_path):
 
     layer, vocab = TraceLayer(0, 300, 2), 7000
     counts = empty_counts([layer], 0, np.arange(vocab, dtype=np.uint32) * 3, 100)
-    counts.tokens[:] = np.random.default_rng(0).integers(0, 4, counts.tokens.shape)
+    dense = np.random.default_rng(0).integers(0, 4, (2, vocab, 300)).astype(np.uint32)
+    counts.tokens.low[:] = dense.reshape(-1, 300)
     write_layer(tmp_path, layer, counts, whole=True)
-    part, token, expert = np.nonzero(counts.tokens)
+    part, token, expert = np.nonzero(dense)
     assert len(part) > 2**21
     table = pa.table(
         {
             "token_id": (token * 3).astype(np.uint32),
             "expert": expert.astype(np.uint16),
-            "count": counts.tokens[part, token, expert],
+            "count": dense[part, token, expert],
             "split": pa.DictionaryArray.from_arrays(part.astype(np.int8), pa.array(FIT_PARTS)),
         }
     )
