@@ -6,7 +6,7 @@ part; what is served is then refitted on both.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,9 @@ from smoe_solvers.predictors import (
 )
 
 PSEUDO_CHOICES = (1.0, 2.0, 4.0, 8.0, 16.0)
-UNSEEN_CHOICES = ("neighbour", "popularity")
+UNSEEN = "neighbour"
+"""What an id never seen takes; better than popularity wherever it was measured (docs/results.md)."""
+
 JUDGED_BLOCK = 1024
 
 Labels = npt.NDArray[np.uint8]
@@ -51,7 +53,7 @@ def choose_smoothing(tables: Tables, placement: Placement) -> TokenChoice:
     One choice for all layers; ties go to the first in order.
     """
     _, neighbour = tables.vocabulary()
-    choices = [TokenChoice(pseudo, unseen) for unseen, pseudo in product(UNSEEN_CHOICES, PSEUDO_CHOICES)]
+    choices = [TokenChoice(pseudo, UNSEEN) for pseudo in PSEUDO_CHOICES]
     kept = np.zeros(len(choices))
     for index, (layer, samples) in enumerate(zip(tables.layers, tables.samples("validation"), strict=True)):
         to_rank = placement.expert_to_rank[index]

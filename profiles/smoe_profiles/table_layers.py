@@ -44,7 +44,7 @@ KEEP_SINGLES = 64
 ENTRY_GROUP = 1 << 20
 """Entries in a Parquet row group."""
 
-CELLS = 1 << 20
+CELLS = 1 << 16
 """Counters that are looked through for entries at a time."""
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
