@@ -8,14 +8,13 @@ from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_profiles.artefact import publish
 from smoe_profiles.choices import ImportFormat
-from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.importers.detect import read_records
 from smoe_profiles.importers.layers import Chosen, choose_layers
 from smoe_profiles.importers.records import CountRecords, ReadOptions, Records, TokenRecords
 from smoe_profiles.importers.store import Sound, Wanted, count_notes, sound_rows, vocabulary, write_records
 from smoe_profiles.models import UNKNOWN_FAMILY, Model, model_identity
 from smoe_profiles.tensors import INDEX, SINGLE
-from smoe_profiles.trace import UNKNOWN_TOKEN, Trace
+from smoe_profiles.trace import UNKNOWN_TOKEN
 
 MAX_SOURCES = 2**15 - 1
 """Traces number their sources with 16 bits."""
@@ -137,14 +136,3 @@ def identity(model: Model | None, chosen: Chosen, vocab_size: int) -> dict[str, 
         "map_sha256": None,
         "tokenizer_sha256": None,
     }
-
-
-def require_token_ids(trace: Trace) -> None:
-    """Raises ImpossibleError if an import had rows without token ids: tables count experts by token id."""
-    imported = trace.artefact.parameters.get("imported")
-    unknown = imported.get("unknown_token_ids") if isinstance(imported, dict) else 0
-    if unknown:
-        raise ImpossibleError(
-            f"{trace.artefact.path}: tables need token ids, and {unknown} of its {trace.total_rows} rows have none. "
-            "Import records that hold them."
-        )
