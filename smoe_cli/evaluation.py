@@ -32,7 +32,7 @@ from smoe_cli.breakdown import (
 from smoe_cli.console import Console
 from smoe_cli.contraction import contract_tables
 from smoe_cli.folder import EVALUATION, sibling
-from smoe_cli.placement import Placement, layer_predictors, read_placement, read_runtime
+from smoe_cli.placement import Placement, contiguous_placement, layer_predictors, read_placement, read_runtime
 from smoe_cli.request_routing import WAY, RequestSums, arriving_requests, held_out_requests, request_document
 from smoe_profiles.artefact import Artefact, publish, require_parent
 from smoe_profiles.errors import ImpossibleError, InputError, SmoeError
@@ -158,9 +158,7 @@ def walk_layers(
     batch: int,
 ) -> Iterator[LayerRun]:
     """Every layer in turn. served: the placement's own predictors; the contiguous ones are contracted here."""
-    experts_per_rank = placement.expert_to_rank.shape[1] // placement.num_ranks
-    flat = (np.arange(placement.expert_to_rank.shape[1]) // experts_per_rank).astype(np.int32)
-    contiguous = Placement(placement.layer_ids, np.tile(flat, (len(placement.layer_ids), 1)), placement.num_ranks)
+    contiguous = contiguous_placement(placement.layer_ids, placement.num_experts, placement.num_ranks)
     sides = {
         "contiguous": _Side(contiguous, list(contract_tables(tables, contiguous, choice)), []),
         "placed": _Side(placement, served, []),

@@ -33,41 +33,86 @@ UInt8Array = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every expert goes. layer_ids: [L]; expert_to_rank: [L, E] int32; num_ranks: G."""
+    """Which expert every slot holds. layer_ids: [L]; physical_to_logical: [L, P] int64; num_ranks: G.
+
+    Slots go to ranks in order, as equally as can be: the first P mod G ranks hold one more. P exceeds E where experts
+    have copies.
+    """
 
     layer_ids: tuple[int, ...]
-    expert_to_rank: npt.NDArray[np.int32]
+    physical_to_logical: npt.NDArray[np.int64]
     num_ranks: int
 
+    @classmethod
+    def of_ranks(
+        cls, layer_ids: tuple[int, ...], expert_to_rank: npt.NDArray[np.integer], num_ranks: int
+    ) -> "Placement":
+        """The placement that puts every expert on one rank, ascending inside it. expert_to_rank: [L, E]."""
+        return cls(layer_ids, np.argsort(expert_to_rank, axis=1, kind="stable").astype(np.int64), num_ranks)
+
     @property
-    def physical_to_logical(self) -> npt.NDArray[np.int64]:
-        """[L, P]: slot p, on rank p // (P / G), holds this expert; ascending inside a rank."""
-        return np.argsort(self.expert_to_rank, axis=1, kind="stable")
+    def num_experts(self) -> int:
+        return int(self.physical_to_logical.max()) + 1
+
+    @property
+    def slot_to_rank(self) -> npt.NDArray[np.int32]:
+        """The rank of every slot, [P], alike in all layers."""
+        return slot_ranks(self.physical_to_logical.shape[1], self.num_ranks)
+
+    @property
+    def redundant(self) -> bool:
+        """Whether some expert has more than one slot."""
+        return bool(self.physical_to_logical.shape[1] > self.num_experts)
+
+    @property
+    def hosts(self) -> npt.NDArray[np.bool_]:
+        """[L, E, G]: whether a rank holds a copy of an expert."""
+        layers = len(self.physical_to_logical)
+        held = np.zeros((layers, self.num_experts, self.num_ranks), np.bool_)
+        held[np.arange(layers)[:, None], self.physical_to_logical, self.slot_to_rank[None, :]] = True
+        return held
+
+    @property
+    def expert_to_rank(self) -> npt.NDArray[np.int32]:
+        """The one rank of every expert, [L, E]. Raises ValueError where experts have copies."""
+        if self.redundant:
+            raise ValueError("experts with several copies have no one rank")
+        return self.slot_to_rank[np.argsort(self.physical_to_logical, axis=1)]
 
     @property
     def map_sha256(self) -> str:
         return map_hash(self.physical_to_logical)
 
 
+def slot_ranks(slots: int, num_ranks: int) -> npt.NDArray[np.int32]:
+    """The rank of every slot, [P]: equal runs, the first P mod G ranks one slot longer (every engine's linear rule)."""
+    sizes = slots // num_ranks + (np.arange(num_ranks) < slots % num_ranks)
+    return np.repeat(np.arange(num_ranks, dtype=np.int32), sizes)
+
+
+def contiguous_placement(layer_ids: tuple[int, ...], num_experts: int, num_ranks: int) -> Placement:
+    """What every engine starts from: slot p holds expert p."""
+    return Placement(layer_ids, np.tile(np.arange(num_experts), (len(layer_ids), 1)), num_ranks)
+
+
 def write_placement(path: Path, placement: Placement) -> None:
     """placement.parquet: one row a slot (layer, physical, logical, rank)."""
-    physical_to_logical = placement.physical_to_logical
-    layers, slots = physical_to_logical.shape
+    layers, slots = placement.physical_to_logical.shape
     table = pa.table(
         {
             "layer": np.repeat(np.array(placement.layer_ids, np.uint16), slots),
             "physical": np.tile(np.arange(slots, dtype=np.uint16), layers),
-            "logical": physical_to_logical.astype(np.uint16).reshape(-1),
-            "rank": np.tile((np.arange(slots) // (slots // placement.num_ranks)).astype(np.uint16), layers),
+            "logical": placement.physical_to_logical.astype(np.uint16).reshape(-1),
+            "rank": np.tile(placement.slot_to_rank.astype(np.uint16), layers),
         }
     )
     pq.write_table(table, path, compression="zstd")
 
 
 def read_placement(artefact: Artefact) -> Placement:
-    """The placement of an artefact (or of a regrouped checkpoint), checked to be a permutation of every layer.
+    """The placement of an artefact (or of a regrouped checkpoint), checked to hold every expert in every layer.
 
-    Raises InputError if it is not.
+    Raises InputError if it does not, if slots are missing, or if a rank holds an expert twice.
     """
     path = artefact.record / PLACEMENT_FILE
     try:
@@ -77,20 +122,25 @@ def read_placement(artefact: Artefact) -> Placement:
         )
     except (pa.ArrowException, OSError, KeyError) as error:
         raise InputError(f"{path} cannot be read as a placement ({error}).") from error
+    if not len(layer):
+        raise InputError(f"{path} holds no layers.")
+    num_ranks = int(rank.max()) + 1
     layer_ids = tuple(int(number) for number in np.unique(layer))
     rows = []
     for number in layer_ids:
         here = layer == number
         order = np.argsort(physical[here])
-        expert, slot = logical[here][order], physical[here][order]
-        if (np.sort(expert) != np.arange(len(expert))).any() or (slot != np.arange(len(slot))).any():
-            raise InputError(f"{path}: layer {number} does not name every expert and slot exactly once.")
-        to_rank = np.empty(len(expert), np.int32)
-        to_rank[expert] = rank[here][order]
-        rows.append(to_rank)
-    if len({len(row) for row in rows}) != 1:
+        expert, slot, host = logical[here][order], physical[here][order], rank[here][order]
+        if (slot != np.arange(len(slot))).any() or (np.unique(expert) != np.arange(expert.max() + 1)).any():
+            raise InputError(f"{path}: layer {number} does not name every expert, and every slot exactly once.")
+        if (host != slot_ranks(len(slot), num_ranks)).any():
+            raise InputError(f"{path}: layer {number} does not give its slots to ranks in order.")
+        if len(np.unique(host * len(slot) + expert)) < len(slot):
+            raise InputError(f"{path}: layer {number} holds an expert twice on one rank.")
+        rows.append(expert)
+    if len({(len(row), int(row.max())) for row in rows}) != 1:
         raise InputError(f"{path}: layers differ in their number of experts.")
-    return Placement(layer_ids, np.stack(rows), int(rank.max()) + 1)
+    return Placement(layer_ids, np.stack(rows), num_ranks)
 
 
 def write_runtime(

@@ -153,7 +153,9 @@ def _record_failures(written: Artefact, chosen: Artefact, placement: Placement) 
     failures = []
     if written.parent_id("placement") != chosen.id:
         failures.append(f"it was made from another version of {chosen.path.name}; run smoe regroup --force")
-    record = recorded_map(written.path, *placement.expert_to_rank.shape) if written.record != written.path else None
+    record = (
+        recorded_map(written.path, *placement.physical_to_logical.shape) if written.record != written.path else None
+    )
     if record is not None and map_hash(record) != placement.map_sha256:
         failures.append(f"{RUNTIME} and {PLACEMENT_FILE} record different maps")
     return failures

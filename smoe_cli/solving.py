@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from smoe_cli.console import Console
 from smoe_cli.contraction import choose_smoothing, contract_tables
-from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, write_placement, write_runtime
+from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, contiguous_placement, write_placement, write_runtime
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, MachineError
 from smoe_profiles.tables import Counts, Samples, Tables
@@ -24,7 +24,7 @@ from smoe_profiles.trace import TraceLayer
 from smoe_solvers.choices import Effort, Goal, Method
 from smoe_solvers.cross_entropy import Solution, relabel
 from smoe_solvers.predictors import rank_labels
-from smoe_solvers.problem import Problem, build_problem, contract, group_mask, token_demand
+from smoe_solvers.problem import Problem, build_problem, contract, group_mask, rank_capacity, token_demand
 from smoe_solvers.solve import Confirmation, confirm, solve, validation_gains
 
 PSEUDO = 4.0
@@ -123,14 +123,15 @@ def solve_layers(
     for plan in workers(delayed(_solve_layer)(layer_input, options) for layer_input in inputs):
         plans.append(plan)
         progress(1)
+    layer_ids = tuple(plan.layer for plan in plans)
     confirmation = confirm(np.mean([plan.gains for plan in plans], axis=0))
     if confirmation.confirmed:
         samples = [layer_input.fit for layer_input in inputs]
         to_rank = _align_labels(plans, samples, options, [layer_input.num_groups for layer_input in inputs])
+        placement = Placement.of_ranks(layer_ids, to_rank, options.ep)
     else:
-        experts = tables.layers[0].num_experts
-        to_rank = np.tile((np.arange(experts) // (experts // options.ep)).astype(np.int32), (len(plans), 1))
-    return Placement(tuple(plan.layer for plan in plans), to_rank, options.ep), plans, confirmation
+        placement = contiguous_placement(layer_ids, tables.layers[0].num_experts, options.ep)
+    return placement, plans, confirmation
 
 
 def _layer_inputs(tables: Tables) -> list[LayerInput]:
@@ -220,7 +221,7 @@ def _align_labels(
             before = rank_labels(samples[index - 1].experts, aligned[-1], options.ep)
             towards = np.zeros((len(placement), options.ep))
             np.add.at(towards, (rows.experts, before[:, None]), 1)
-            placement = relabel(placement, towards)
+            placement = relabel(placement, towards, rank_capacity(len(placement), options.ep))
         aligned.append(placement)
     return np.stack(aligned)
 

@@ -130,7 +130,7 @@ def _placement(artefact: Artefact) -> dict[str, Any]:
     placement = read_placement(artefact)
     solved = _solver_lines(artefact)
     tables = _source_tables(artefact)
-    experts, ranks = placement.expert_to_rank.shape[1], placement.num_ranks
+    experts, ranks = placement.num_experts, placement.num_ranks
     contiguous = np.arange(experts) // (experts // ranks)
     layers = {}
     for number, to_rank in zip(placement.layer_ids, placement.expert_to_rank, strict=True):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import njit
 from scipy.optimize import linear_sum_assignment
 
-from smoe_solvers.assignment import Int32Array
+from smoe_solvers.assignment import Int32Array, Int64Array
 from smoe_solvers.choices import Effort, Goal
 from smoe_solvers.descent import descend
 from smoe_solvers.objectives import score, search_view
@@ -126,11 +126,10 @@ class CrossEntropy:
 
     def ask(self, count: int) -> Int32Array:
         """Up to `count` balanced placements from the distribution, [<= count, E]; experts come in random order."""
-        experts, ranks = self.probability.shape
+        experts = len(self.probability)
         order = self.generator.permuted(np.tile(np.arange(experts), (count, 1)), axis=1)
         uniform = self.generator.random((count, experts))
-        capacity = np.full(ranks, experts // ranks, np.int64)
-        placements: Int32Array = _draw_balanced(self.probability, order, uniform, capacity)
+        placements: Int32Array = _draw_balanced(self.probability, order, uniform, self.problem.capacity)
         legal = self.problem.allowed[np.arange(experts), placements].all(axis=1)
         return placements[legal]
 
@@ -147,7 +146,7 @@ class CrossEntropy:
         return np.eye(self.problem.num_ranks)[placement]
 
     def _relabel(self, placement: Int32Array) -> Int32Array:
-        return relabel(placement, self._one_hot(self.incumbent.placement))
+        return relabel(placement, self._one_hot(self.incumbent.placement), self.problem.capacity)
 
     def _floored(self, probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         floored = np.maximum(probability, FLOOR / self.problem.num_ranks) * self.problem.allowed
@@ -155,10 +154,14 @@ class CrossEntropy:
         return rows
 
 
-def relabel(placement: Int32Array, towards: npt.NDArray[np.floating]) -> Int32Array:
-    """The same clusters with rank labels that agree most with `towards` [E, G] (a G x G assignment)."""
+def relabel(placement: Int32Array, towards: npt.NDArray[np.floating], capacity: Int64Array) -> Int32Array:
+    """The same clusters with rank labels that agree most with `towards` [E, G] (a G x G assignment).
+
+    A cluster keeps to ranks of its own size. capacity: [G].
+    """
     ranks = towards.shape[1]
     overlap = np.stack([towards[placement == g].sum(axis=0) for g in range(ranks)])
+    overlap = np.where(capacity[:, None] == capacity[None, :], overlap, -np.inf)
     old, new = linear_sum_assignment(overlap, maximize=True)
     label = np.empty(ranks, np.int32)
     label[old] = new

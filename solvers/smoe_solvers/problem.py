@@ -1,7 +1,7 @@
 """The placement problem of one MoE layer: what is known of its traffic, and what a placement is scored by.
 
 Axes: E experts, G ranks, U kinds of rows, M entries of all blocks, S distinct expert sets, K experts a token.
-A placement is `expert_to_rank`: [E] int32 with E / G experts a rank. Formulas: design 4.2.
+A placement is `expert_to_rank`: [E] int32, E / G experts a rank, the first E mod G ranks one more. Formulas: design 4.2.
 """
 
 from dataclasses import dataclass, replace
@@ -67,9 +67,14 @@ class Problem:
     def num_blocks(self) -> int:
         return len(self.quota)
 
+    @property
+    def capacity(self) -> Int64Array:
+        """How many experts every rank holds, [G]."""
+        return rank_capacity(self.num_experts, self.num_ranks)
+
     def contiguous(self) -> Int32Array:
-        """The placement every engine starts from: expert e on rank e // (E / G)."""
-        return (np.arange(self.num_experts) // (self.num_experts // self.num_ranks)).astype(np.int32)
+        """The placement every engine starts from: experts in order, rank after rank."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.capacity)
 
     def few_blocks(self, count: int) -> "Problem":
         """The same problem on `count` evenly spread blocks and as large a share of the fan-out rows, for searching."""
@@ -99,6 +104,11 @@ class Problem:
             ),
             activations=round(self.activations * share),
         )
+
+
+def rank_capacity(num_experts: int, num_ranks: int) -> Int64Array:
+    """Experts on every rank, [G]: equal, the first E mod G ranks one more (every engine's linear rule)."""
+    return num_experts // num_ranks + (np.arange(num_ranks) < num_experts % num_ranks).astype(np.int64)
 
 
 def token_demand(
@@ -143,11 +153,11 @@ def build_problem(
     token_id: [N] and demand: [E, U] expected activations of the sorted distinct ids, where a token table will be
     served; without them rows demand what they truly used.
     theta weighs expert load in lar and blend, token balance in ilp; mu weighs fan-out in blend.
-    Raises ValueError if G does not divide E.
+    Raises ValueError if there are more ranks than experts.
     """
     num_experts, top_k = len(popularity), experts.shape[1]
-    if num_experts % num_ranks:
-        raise ValueError(f"{num_experts} experts cannot be shared equally by {num_ranks} ranks")
+    if num_ranks > num_experts:
+        raise ValueError(f"{num_experts} experts cannot be shared by {num_ranks} ranks")
     sets, set_of, set_weight = np.unique(np.sort(experts, axis=1), axis=0, return_inverse=True, return_counts=True)
     if token_id is None or demand is None:
         units = np.zeros((num_experts, len(sets)), np.int32)
@@ -209,10 +219,11 @@ def _merge_rows(row_kind: Int64Array, block_start: Int64Array) -> tuple[Int64Arr
 
 
 def check_placement(expert_to_rank: npt.NDArray[np.integer], num_ranks: int, allowed: npt.NDArray[np.bool_]) -> None:
-    """Every rank holds E / G experts, each where it may be. Raises ValueError otherwise."""
+    """Every rank holds its share of the experts, each where it may be. Raises ValueError otherwise."""
     sizes = np.bincount(expert_to_rank, minlength=num_ranks)
-    if len(sizes) != num_ranks or (sizes != len(expert_to_rank) // num_ranks).any():
-        raise ValueError(f"ranks hold {sizes.tolist()} experts; {len(expert_to_rank) // num_ranks} each were expected")
+    expected = rank_capacity(len(expert_to_rank), num_ranks)
+    if len(sizes) != num_ranks or (sizes != expected).any():
+        raise ValueError(f"ranks hold {sizes.tolist()} experts; {expected.tolist()} were expected")
     if not allowed[np.arange(len(expert_to_rank)), expert_to_rank].all():
         raise ValueError("an expert is on a rank its router group does not allow")
 

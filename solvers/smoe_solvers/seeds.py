@@ -23,11 +23,11 @@ def random_placement(problem: Problem, generator: np.random.Generator) -> Int32A
 
 def place_experts(affinity: npt.NDArray[np.floating], problem: Problem) -> Int32Array:
     """The balanced placement of highest total affinity, exact (a transport problem). affinity: [E, G]."""
-    slots = problem.num_experts // problem.num_ranks
+    rank_of_slot = problem.contiguous()
     cost = np.where(problem.allowed, affinity, -FORBIDDEN)
-    expert, slot = linear_sum_assignment(np.repeat(cost, slots, axis=1), maximize=True)
+    expert, slot = linear_sum_assignment(cost[:, rank_of_slot], maximize=True)
     placement = np.empty(problem.num_experts, np.int32)
-    placement[expert] = slot // slots
+    placement[expert] = rank_of_slot[slot]
     return placement
 
 

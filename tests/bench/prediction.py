@@ -68,7 +68,7 @@ def plain_placement(tables: Tables, ranks: int) -> Placement:
         weights = pair_weights(samples.experts, layer.num_experts)
         found = [swapped(weights, start, ranks) for start in metis_placements(weights, ranks, 10)]
         rows.append(max(found, key=lambda place: float(weights[place[:, None] == place].sum())))
-    return Placement(tuple(layer.id for layer in tables.layers), np.stack(rows).astype(np.int32), ranks)
+    return Placement.of_ranks(tuple(layer.id for layer in tables.layers), np.stack(rows), ranks)
 
 
 def default_placement(tables: Tables, ranks: int) -> Placement:

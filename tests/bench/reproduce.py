@@ -898,7 +898,7 @@ def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[
     """Contiguous, and the one smoe finds where tables can be built."""
     layers, experts = len(routing.experts), routing.num_experts
     flat = np.tile((np.arange(experts) // (experts // ep)).astype(np.int32), (layers, 1))
-    yield Placement(routing.layer_ids, flat, ep)
+    yield Placement.of_ranks(routing.layer_ids, flat, ep)
     if name not in ("summary", "olmoe0", "qwen"):
         yield open_placed(bench.placed(bench.fitted(name), ep))[0]
 

@@ -13,7 +13,7 @@ from smoe_solvers.cross_entropy import FLOOR, SEED_SHARE, Candidate, CrossEntrop
 from smoe_solvers.descent import descend
 from smoe_solvers.methods.exact import enumerate_placements
 from smoe_solvers.objectives import score
-from smoe_solvers.problem import build_problem, check_placement, contract, group_mask
+from smoe_solvers.problem import build_problem, check_placement, contract, group_mask, rank_capacity
 from tests.solvers.reference import balanced, clustered_rows, layer, placements, popularity_of, swaps
 
 some = settings(max_examples=40, deadline=None)
@@ -37,7 +37,7 @@ def clusters(placement):
 def test_relabelling_keeps_clusters_and_agrees_as_much_as_labels_can(placement, towards):
     target = np.array(towards, np.float64).reshape(8, 4)
     before = placement.copy()
-    renamed = relabel(placement, target)
+    renamed = relabel(placement, target, rank_capacity(*target.shape))
     assert (placement == before).all()
     assert clusters(renamed) == clusters(placement)
     agreement = [sum(target[e, names[g]] for e, g in enumerate(placement)) for names in permutations(range(4))]
@@ -47,7 +47,10 @@ def test_relabelling_keeps_clusters_and_agrees_as_much_as_labels_can(placement, 
 @some
 @given(placement=placements(8, 4), names=st.permutations(range(4)))
 def test_relabelling_undoes_new_names(placement, names):
-    assert relabel(np.array(names, np.int32)[placement], np.eye(4)[placement]).tolist() == placement.tolist()
+    assert (
+        relabel(np.array(names, np.int32)[placement], np.eye(4)[placement], rank_capacity(len(placement), 4)).tolist()
+        == placement.tolist()
+    )
 
 
 # The distribution.
