@@ -1,7 +1,7 @@
 """What the ranks of an expert-parallel layer exchange, as one interface with several implementations.
 
-Axes: T tokens of a batch, G ranks, H hidden size, K experts a token, C = ceil(T / G) rows of a rank. Row i of rank r has
-the global place r * C + i. A home row is a token's row on the rank that a plan gave it.
+Axes: T tokens of a batch, G ranks, H hidden size, K experts a token, C = ceil(T / G) rows of a rank. Row i of rank r
+has the global place r * C + i. A home row is a token's row on the rank that a plan gave it.
 """
 
 from dataclasses import dataclass

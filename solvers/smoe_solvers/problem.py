@@ -1,7 +1,7 @@
 """The placement problem of one MoE layer: what is known of its traffic, and what a placement is scored by.
 
 Axes: E experts, G ranks, U kinds of rows, M entries of all blocks, S distinct expert sets, K experts a token.
-A placement is `expert_to_rank`: [E] int32, E / G experts a rank, the first E mod G ranks one more. Formulas: design 4.2.
+A placement is `expert_to_rank`: [E] int32, E / G experts a rank, the first E mod G one more. Formulas: design 4.2.
 """
 
 from dataclasses import dataclass, replace
