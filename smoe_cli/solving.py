@@ -20,11 +20,12 @@ from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, contiguous_pl
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, MachineError
 from smoe_profiles.tables import Counts, Samples, Tables
-from smoe_profiles.trace import TraceLayer
+from smoe_profiles.trace import UNKNOWN_TOKEN, TraceLayer
 from smoe_solvers.choices import Effort, Goal, Method
 from smoe_solvers.cross_entropy import Solution, relabel
 from smoe_solvers.predictors import rank_labels
 from smoe_solvers.problem import Problem, build_problem, contract, group_mask, rank_capacity, token_demand
+from smoe_solvers.redundancy import single_hosts
 from smoe_solvers.solve import Confirmation, confirm, solve, validation_gains
 
 PSEUDO = 4.0
@@ -153,8 +154,6 @@ def _layer_inputs(tables: Tables) -> list[LayerInput]:
 
 def _solve_layer(data: LayerInput, options: SolveOptions) -> LayerPlan:
     allowed, unit = _group_constraint(data, options)
-    kinds = np.unique(data.fit.token_id).astype(np.int64)
-    counts = (data.counts.token_id, data.counts.expert, data.counts.count)
     popularity = data.popularity[0]
     problem = build_problem(
         options.goal,
@@ -162,8 +161,7 @@ def _solve_layer(data: LayerInput, options: SolveOptions) -> LayerPlan:
         data.fit.experts,
         data.fit.block_start,
         popularity,
-        token_id=data.fit.token_id,
-        demand=token_demand(kinds, counts, popularity, data.layer.top_k, PSEUDO),
+        **_table_rows(data),
         theta=options.theta,
         mu=options.mu,
         allowed=allowed,
@@ -178,6 +176,17 @@ def _solve_layer(data: LayerInput, options: SolveOptions) -> LayerPlan:
         raise MachineError(f"{error.name} is not installed; pip install smoe[bench].") from error
     placement = solution.placement if unit is None else solution.placement[unit]
     return LayerPlan(data.layer.id, placement, solution, validation_gains(_validation_blocks(data, options), placement))
+
+
+def _table_rows(data: LayerInput) -> dict[str, npt.NDArray[Any]]:
+    """The token table's rows of the fit rows, as `build_problem` takes them; none where most ids are not known."""
+    token_id = data.fit.token_id
+    if (token_id == UNKNOWN_TOKEN).mean() > 0.5:
+        return {}
+    kinds = np.unique(token_id).astype(np.int64)
+    counts = (data.counts.token_id, data.counts.expert, data.counts.count)
+    demand = token_demand(kinds, counts, data.popularity[0], data.layer.top_k, PSEUDO)
+    return {"token_id": token_id, "demand": demand}
 
 
 def _group_constraint(data: LayerInput, options: SolveOptions) -> tuple[Mask | None, npt.NDArray[np.int64] | None]:
@@ -218,7 +227,7 @@ def _align_labels(
         placement = plan.placement
         fixed = options.whole_groups and num_groups[index] < options.ep
         if aligned and not fixed:
-            before = rank_labels(samples[index - 1].experts, aligned[-1], options.ep)
+            before = rank_labels(samples[index - 1].experts, single_hosts(aligned[-1], options.ep))
             towards = np.zeros((len(placement), options.ep))
             np.add.at(towards, (rows.experts, before[:, None]), 1)
             placement = relabel(placement, towards, rank_capacity(len(placement), options.ep))
