@@ -12,10 +12,12 @@ import typer
 
 from smoe_cli import errors
 from smoe_cli.commands import (
+    bench,
     build_tables,
     cocluster,
     demo,
     evaluate,
+    export,
     import_,
     inspect_,
     models,
@@ -42,6 +44,8 @@ COMMANDS = (
     evaluate.evaluate,
     regroup.regroup,
     verify.verify,
+    export.export,
+    bench.bench,
     demo.demo,
     models.models,
 )

@@ -1,22 +1,31 @@
-"""From artefacts to a workload: one layer's held-out routing, and what each plan would know of it.
+"""What smoe bench does: one layer's held-out routing and what each plan would know of it, replayed on this machine.
 
 Axes: N held-out rows, E experts, P slots, G ranks, K experts a token.
 """
 
 import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from smoe_cli.breakdown import CEILINGS, ORACLE, row_facts
+from smoe_cli.errors import UsageError
 from smoe_cli.evaluation import LayerRun, held_out, walk_layers
 from smoe_cli.placement import layer_predictors, read_placement, read_runtime
 from smoe_cli.request_routing import held_out_requests
 from smoe_cli.runtime.workload import CONTIGUOUS, PLACED, Shape, Workload
 from smoe_profiles.artefact import Artefact
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, MachineError, SmoeError
+from smoe_profiles.models import find_model
 from smoe_profiles.tables import Tables
+from smoe_profiles.tensors import read_json
 from smoe_profiles.trace import Trace, TraceLayer
 from smoe_solvers.choices import Predictor
 from smoe_solvers.predictors import TokenChoice
@@ -24,6 +33,7 @@ from smoe_solvers.requests import route, route_in_turn
 
 PREDICTORS = (Predictor.TOKEN, Predictor.MARKOV)
 BATCH = 1024
+WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
 
 
 def record_workload(
@@ -99,3 +109,57 @@ def _own_rows(trace: Trace, votes: npt.NDArray[np.int64], ranks: int) -> dict[st
             raise InputError(f"{trace.artefact.path} has too few held-out sequences for {ranks} ranks.")
         found[name] = torch.from_numpy(np.stack([np.resize(own, len(votes) // ranks) for own in rows]).astype(np.int32))
     return found
+
+
+def bench_placement(
+    chosen: Artefact,
+    tables: Tables,
+    trace: Trace,
+    *,
+    layer_id: int | None,
+    sizes: tuple[int | None, int | None],
+    tokens: str,
+    cpu: bool,
+    out: Path | None,
+) -> dict[str, Any]:
+    """Replay a placement's held-out routing on one process a rank. Returns the bench's document.
+
+    sizes: hidden and expert width, None for the model's own. Raises UsageError for sizes that cannot be, MachineError
+    where there are fewer GPUs than ranks or the processes fail.
+    """
+    if not re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", tokens):
+        raise UsageError(f"--tokens {tokens!r} is no list of batch sizes; give numbers such as 64,1024.")
+    ranks, devices = read_placement(chosen).num_ranks, torch.cuda.device_count()
+    if not cpu and devices < ranks:
+        raise MachineError(f"{chosen.path.name} has {ranks} ranks, this machine {devices} GPUs; --cpu runs without.")
+    hidden, width = (given or own for given, own in zip(sizes, _model_sizes(trace, sizes), strict=True))
+    if hidden % 8:
+        raise UsageError(f"--hidden {hidden} is not divisible by 8; the kernels move rows in 16-byte pieces.")
+    workload = record_workload(chosen, tables, trace, layer_id=layer_id, hidden=hidden, width=width)
+    with tempfile.TemporaryDirectory(prefix="smoe-bench-") as folder:
+        path, result = Path(folder) / f"{chosen.path.name}.safetensors", Path(folder) / "bench.json"
+        workload.save(path)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "smoe_cli.runtime.bench", "--workload", str(path), "--tokens", tokens, "--out", str(result)]
+        done = subprocess.run([*command, *(["--device", "cpu"] if cpu else [])], capture_output=True, text=True)
+        if done.returncode or not result.exists():
+            said = done.stderr.strip().splitlines() or ["no message"]
+            raise MachineError(f"the {ranks} processes of the bench failed: {said[-1]}")
+        text = result.read_text(encoding="utf-8")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def _model_sizes(trace: Trace, wanted: tuple[int | None, int | None]) -> tuple[int, int]:
+    """Hidden size and expert width of the traced model. Raises UsageError where its config is not at hand."""
+    if None not in wanted:
+        return wanted[0] or 0, wanted[1] or 0
+    try:
+        model = find_model(str(trace.artefact.run().get("model")), download=False)
+        config = read_json(model.local_folder() / "config.json")
+        width = next(int(config[key]) for key in WIDTH_KEYS if config.get(key))
+    except (SmoeError, StopIteration, ValueError) as error:
+        raise UsageError(f"the model of {trace.artefact.path} is not here; give --hidden and --width.") from error
+    return model.spec.hidden_size, width

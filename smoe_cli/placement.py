@@ -6,6 +6,7 @@ Axes: L MoE layers, E experts, P slots, G ranks, V vocabulary.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -188,6 +189,21 @@ def write_runtime(
     }
     save_arrays(path, arrays, metadata)
     return {name: array.nbytes for name, array in arrays.items()}
+
+
+def write_map(path: Path, placement: Placement) -> None:
+    """A runtime.safetensors that holds the map alone: of a placement that no tables stand behind."""
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "layer_ids": np.array(placement.layer_ids, np.int32),
+        "physical_to_logical": placement.physical_to_logical.astype(np.uint16),
+    }
+    metadata = {
+        "format_version": str(RUNTIME_VERSION),
+        "layout": "map",
+        "num_ranks": str(placement.num_ranks),
+        "predictors": "[]",
+    }
+    save_arrays(path, arrays, metadata)
 
 
 def read_runtime(artefact: Artefact) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:

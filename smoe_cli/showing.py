@@ -213,3 +213,13 @@ def _plain(value: Any) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
+
+
+def show_engine_map(console: Console, document: dict[str, Any]) -> None:
+    """An engine's placement file, and everything that is wrong with it."""
+    console.line(
+        f"{document['path']}: {document['layers']} layers of {document['num_experts']} experts in {document['slots']} "
+        f"slots on {document['ranks']} ranks, {document['redundant']} of them redundant"
+    )
+    for fault in document["lint"] or [document["verdict"]]:
+        console.line(fault)

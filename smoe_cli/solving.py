@@ -240,6 +240,30 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def write_served(path: Path, tables: Tables, placement: Placement, console: Console) -> dict[str, Any]:
+    """Contract the tables to a placement's ranks and write runtime.safetensors.
+
+    Returns the predictor preferred in each layer, each tensor's bytes, and parameters for the manifest.
+    """
+    choice = choose_smoothing(tables, placement)
+    with console.progress("fitting predictors", len(tables.layers), "layers") as advance:
+        predictors = []
+        for layer in contract_tables(tables, placement, choice):
+            predictors.append(layer)
+            advance(1)
+    sizes = write_runtime(
+        path,
+        placement,
+        predictors,
+        top_k=tables.layers[0].top_k,
+        choice=choice,
+        model=tables.artefact.model,
+        layout="map",
+    )
+    chosen = [layer.chosen.value for layer in predictors]
+    return {"predictors": chosen, "runtime_bytes": sizes, "parameters": {"token_table": asdict(choice)}}
+
+
 def publish_placement(
     tables: Tables, target: Path, options: SolveOptions, *, jobs: int, force: bool, console: Console
 ) -> dict[str, Any]:
@@ -256,32 +280,17 @@ def publish_placement(
     ) as draft:
         with console.progress("placing", len(tables.layers), "layers") as advance:
             placement, plans, confirmation = solve_layers(tables, options, jobs, advance)
-        choice = choose_smoothing(tables, placement)
-        with console.progress("fitting predictors", len(tables.layers), "layers") as advance:
-            predictors = []
-            for layer in contract_tables(tables, placement, choice):
-                predictors.append(layer)
-                advance(1)
         write_placement(draft.path / PLACEMENT_FILE, placement)
-        sizes = write_runtime(
-            draft.path / RUNTIME,
-            placement,
-            predictors,
-            top_k=tables.layers[0].top_k,
-            choice=choice,
-            model=tables.artefact.model,
-            layout="map",
-        )
+        served = write_served(draft.path / RUNTIME, tables, placement, console)
         log = [plan.log() for plan in plans]
         for line in log:
             stages = ", ".join(f"{stage['name']} {stage['objective']:.4f}" for stage in line["stages"])
             console.detail(f"layer {line['layer']}: {stages}")
         (draft.path / "solver.jsonl").write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in log))
-        draft.parameters |= {"map_sha256": placement.map_sha256, "token_table": asdict(choice)}
-        draft.parameters["confirmed"] = confirmation.confirmed
+        draft.parameters |= {"map_sha256": placement.map_sha256, "confirmed": confirmation.confirmed}
+        draft.parameters |= served["parameters"]
         document = {"path": str(target), **draft.parameters, "layers": log}
-        document["predictors"] = [layer.chosen.value for layer in predictors]
-        document["runtime_bytes"] = sizes
+        document |= {key: served[key] for key in ("predictors", "runtime_bytes")}
         document["validation_gain"] = confirmation.mean_gain
         document["validation_two_standard_errors"] = _finite(confirmation.two_standard_errors)
     return document

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="smoe-hub-")
+_HUB = tempfile.TemporaryDirectory(prefix="smoe-hub-")  # removed when the tests end
+os.environ["HF_HOME"] = _HUB.name
 
 
 def smoe(*arguments, cwd, code=0):

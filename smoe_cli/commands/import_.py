@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe_cli.engines.choices import ImportKind
 from smoe_cli.options import Common, ForceOption
 from smoe_profiles.choices import ImportFormat, SplitBy, SplitMode
 
@@ -52,9 +53,19 @@ def import_(
     split_by: Annotated[
         SplitBy, typer.Option("--split-by", help="hash of a sequence's ids, or order: even fit, odd held-out.")
     ] = SplitBy.HASH,
+    as_: Annotated[
+        ImportKind, typer.Option("--as", help="placement: read one FILE as an engine's placement.")
+    ] = ImportKind.TRACE,
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="placement: its ranks, where the file does not say.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="placement: keep it beside others as placement-epG-NAME.")
+    ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Read an engine's records of routing, or NumPy archives: writes trace/."""
+    """Read an engine's records of routing or NumPy archives: writes trace/. Its placement: writes placement-epG/."""
+    from smoe_cli.errors import UsageError
     from smoe_cli.folder import TRACE
     from smoe_cli.importing import ImportPlan, import_trace, name_files
     from smoe_profiles.artefact import check_target
@@ -62,6 +73,11 @@ def import_(
     from smoe_profiles.importers.store import Wanted
     from smoe_profiles.models import find_model
 
+    if as_ is ImportKind.PLACEMENT:
+        _import_placement(common, files, model, ep, name, force)
+        return
+    if ep is not None or name is not None:
+        raise UsageError(f"{'--name' if ep is None else '--ep'} is for placements; add --as placement.")
     target = common.dir / TRACE
     check_target(target, force=force)
     plan = ImportPlan(
@@ -83,6 +99,23 @@ def import_(
     document = import_trace(plan, target, force=force, console=common.console)
     command = common.next("smoe build-tables") if document["level"] == "token" else None
     common.console.result(document, lambda: _show(common, document), command)
+
+
+def _import_placement(
+    common: Common, files: list[Path], model: str | None, ep: int | None, name: str | None, force: bool
+) -> None:
+    from smoe_cli.engines.importing import import_placement
+    from smoe_cli.errors import UsageError
+
+    if len(files) > 1:
+        raise UsageError(f"{len(files)} files; --as placement reads one.")
+    document = import_placement(
+        files[0], common.dir, model_name=model, ep=ep, name=name, force=force, console=common.console
+    )
+    what = "with predictors from the tables here" if document["predictors"] else "a map alone: there are no tables here"
+    line = f"{document['path']}: {document['layers']} MoE layers of {document['slots']} slots, {what}"
+    following = common.next(f"smoe evaluate --placement {Path(document['path']).name}")
+    common.console.result(document, lambda: common.console.line(line), following if document["predictors"] else None)
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:

@@ -18,21 +18,34 @@ def inspect(
         Path | None, typer.Option("--against", help="Compare with another trace of the same text.")
     ] = None,
     ep: Annotated[
-        int | None, typer.Option("--ep", min=1, help="Show the load of so many contiguous ranks too.")
+        int | None,
+        typer.Option(
+            "--ep", min=1, help="Show the load of so many contiguous ranks too; of a placement file: its ranks."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Of an engine's placement file: the model it must fit.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 5 if something is sick; with --against, if rows really differ.")
     ] = False,
     hashes: HashesOption = False,
 ) -> None:
-    """Look at an artefact: of a trace load, concentration, coverage and signs of sickness."""
+    """Look at an artefact (of a trace load, concentration, coverage, signs of sickness) or an engine's placement."""
+    from smoe_cli.engines.importing import inspect_engine_map
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.inspecting import compare, find_artefact, inspect_artefact
-    from smoe_cli.showing import show_agreement, show_summary, show_trace
+    from smoe_cli.showing import show_agreement, show_engine_map, show_summary, show_trace
 
     console = common.console
     path = find_artefact(common.dir, artefact)
-    if against is not None:
+    if model is not None and not path.is_file():
+        raise UsageError(f"--model is for an engine's placement file; {path} is none.")
+    if path.is_file() and against is None:
+        document = inspect_engine_map(path, model_name=model, ep=ep)
+        console.result(document, lambda: show_engine_map(console, document))
+        failed = bool(document["lint"])
+    elif against is not None:
         if ep is not None:
             raise UsageError("--ep does not go with --against: the comparison shows no load.")
         document = compare(path, find_artefact(common.dir, against), hashes=hashes, console=console)

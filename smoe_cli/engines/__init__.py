@@ -1,0 +1,1 @@
+"""Placements out to serving engines and in from them."""

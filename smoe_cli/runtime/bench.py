@@ -1,0 +1,236 @@
+"""Timing a placement where it is served: every stage of a layer, every way of running it, on this machine's ranks.
+
+    torchrun --nproc-per-node 2 -m smoe_cli.runtime.bench --workload FILE --tokens 1024,16384 --out bench.json
+
+Axes: T tokens, G ranks, H hidden size. Rows are counted in the busiest direction of the busiest rank; seconds are
+medians, of the ranks the slowest. One process a rank; on GPUs by our kernels where ranks reach each other's memory.
+"""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smoe_cli.runtime.collectives import CollectiveExchange, library_all_gather, library_reduce_scatter
+from smoe_cli.runtime.exchange import Exchange
+from smoe_cli.runtime.plan import make_plan
+from smoe_cli.runtime.replay import SHUFFLING, Batch, Case, default_cases, make_batch
+from smoe_cli.runtime.timing import Clock
+from smoe_cli.runtime.workload import Workload, load_workload
+
+TOKENS = (64, 256, 1024, 4096, 16384)
+Stages = dict[str, Callable[[], object]]
+
+
+def stages(case: Case, batch: Batch, exchange: Exchange) -> Stages:
+    """The exchanges of a layer in order, each as work to be timed."""
+    plan, routed = batch.plan, batch.routed
+    moved: Stages = {
+        "dispatch": lambda: exchange.dispatch(routed),
+        "combine": lambda: exchange.combine(batch.parts, routed),
+    }
+    match case.mode:
+        case "dp-ep":
+            return moved
+        case "replicated":
+            both = ("all-reduce", "all-reduce experts")
+            return {name: lambda: exchange.all_reduce(batch.partial) for name in both}
+    gather: Stages = {"all-gather": lambda: exchange.all_gather(routed.rows, plan)}
+    if case.mode == "ar-ep":
+        return {"all-reduce": lambda: exchange.all_reduce(batch.partial), **moved, **gather}
+    return {"reduce-scatter": lambda: exchange.reduce_scatter(batch.partial, plan), **moved, **gather}
+
+
+def library_stages(case: Case, batch: Batch, exchange: Exchange) -> Stages:
+    """The same with the communication library's own sums and gathers; dispatch and combine are its all-to-all."""
+    own = {
+        "all-reduce": lambda: average(batch.partial),
+        "reduce-scatter": lambda: library_reduce_scatter(batch.partial, batch.plan),
+        "all-gather": lambda: library_all_gather(batch.routed.rows, batch.plan),
+    }
+    return {name: own.get(name, work) for name, work in stages(case, batch, exchange).items()}
+
+
+def average(values: Tensor) -> Tensor:
+    """The library's all-reduce, in place; a mean where it has one, so that values stay finite over many rounds."""
+    dist.all_reduce(values, op=dist.ReduceOp.AVG if values.is_cuda else dist.ReduceOp.MAX)
+    return values
+
+
+def measure_case(
+    workload: Workload, case: Case, tokens: int, exchanges: dict[str, Exchange], clock: Clock
+) -> dict[str, Any]:
+    """One case at one size: rows and seconds by stage, and all stages one after another."""
+    fast = "symmetric" in exchanges and not case.library
+    exchange = exchanges["symmetric" if fast else "collectives"]
+    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+    batch = make_batch(workload, case, tokens, exchange.rank, clock.device, dtype)
+    work = library_stages(case, batch, exchange) if case.library else stages(case, batch, exchange)
+    graph = fast
+    seconds = {name: clock.seconds(one, graph=graph) for name, one in work.items()}
+    total = clock.seconds(lambda: [one() for one in work.values()], graph=graph)
+    found = {
+        "case": case.name,
+        **asdict(case),
+        "tokens": tokens,
+        "exchange": "symmetric" if fast else "library" if case.library else "collectives",
+        "local_share": batch.local_share,
+        "rows": batch.rows,
+        "total_rows": sum(batch.rows.values()),
+        "seconds": seconds,
+        "total": total,
+    }
+    if batch.scores is not None:
+        scores = batch.scores
+        found["plan"] = clock.seconds(lambda: make_plan(scores, exchange.num_ranks), graph=graph)
+    return found
+
+
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every shuffled case, time and rows of `sp-ep` over its own, placed and contiguous, at the same size.
+
+    bound: the share of the row ratio that the time ratio reaches.
+    """
+    plain = {(one["tokens"], one["placement"]): one for one in results if one["mode"] == "sp-ep" and not one["library"]}
+    found = []
+    for one in results:
+        if one["mode"] != SHUFFLING:
+            continue
+        for against in dict.fromkeys((one["placement"], "contiguous")):
+            other = plain[one["tokens"], against]
+            time, rows = other["total"] / one["total"], other["total_rows"] / one["total_rows"]
+            found.append(
+                {
+                    "tokens": one["tokens"],
+                    "case": one["case"],
+                    "against": other["case"],
+                    "time_ratio": time,
+                    "row_ratio": rows,
+                    "bound": time / rows,
+                }
+            )
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured on: date, devices, versions, and the link as the environment has it."""
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def open_exchanges(backend: str, most_tokens: int, hidden: int, device: torch.device) -> dict[str, Exchange]:
+    """The exchanges to time with, by name: always `collectives`; `symmetric` where all ranks reach each other."""
+    from smoe_cli.runtime.serving import open_exchange
+
+    found: dict[str, Exchange] = {"collectives": CollectiveExchange()}
+    if backend != "collectives" and device.type == "cuda":
+        chosen = open_exchange(backend, most_tokens, hidden, device)
+        if not isinstance(chosen, CollectiveExchange):
+            found["symmetric"] = chosen
+    return found
+
+
+def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, clock: Clock) -> dict[str, Any]:
+    """Everything, as one document; the same on every rank."""
+    document: dict[str, Any] = {"machine": machine(clock.device), "workloads": {}}
+    for path in workloads:
+        workload = load_workload(path)
+        if workload.num_ranks != dist.get_world_size():
+            raise ValueError(f"{path} is for {workload.num_ranks} ranks; {dist.get_world_size()} run")
+        exchanges = open_exchanges(backend, max(tokens), workload.shape.hidden, clock.device)
+        results = []
+        for size in tokens:
+            for case in default_cases(workload):
+                results.append(measure_case(workload, case, size, exchanges, clock))
+                _say(f"{path.stem} {_line(results[-1])}")
+        document["workloads"][path.stem] = {
+            "origin": workload.origin,
+            "shape": vars(workload.shape),
+            "results": results,
+            "ratios": compare(results),
+        }
+    return document
+
+
+def _line(one: dict[str, Any]) -> str:
+    parts = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in one["seconds"].items())
+    plan = f" (plan {one['plan'] * 1e6:.1f})" if "plan" in one else ""
+    return (
+        f"T {one['tokens']:6d} {one['case']:34s} {one['exchange']:11s} rows {one['total_rows']:7d} "
+        f"total {one['total'] * 1e6:8.1f} us: {parts}{plan}"
+    )
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def _show_ratios(document: dict[str, Any]) -> None:
+    for name, found in document["workloads"].items():
+        for one in found["ratios"]:
+            _say(
+                f"{name} T {one['tokens']:6d} {one['against']:22s} over {one['case']:34s} "
+                f"time {one['time_ratio']:.3f} rows {one['row_ratio']:.3f} reached {one['bound']:.3f}"
+            )
+
+
+def start(device: str | None) -> torch.device:
+    """Join the process group that torchrun describes; a GPU a rank where there are enough."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = device != "cpu" and torch.cuda.is_available()
+    found = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(found)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=found if cuda else None)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="smoe_cli.runtime.bench", description="Time a placement where it is served.")
+    parser.add_argument("--workload", type=Path, action="append", required=True, help="What smoe bench wrote.")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="Batch sizes.")
+    parser.add_argument("--backend", choices=("auto", "symmetric", "collectives"), default="auto")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--inner", type=int, default=20, help="Calls between two readings.")
+    parser.add_argument("--repeats", type=int, default=7, help="Readings, whose median counts.")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file to write.")
+    given = parser.parse_args(arguments)
+    clock = Clock(start(given.device), given.inner, given.repeats)
+    try:
+        document = run(given.workload, [int(size) for size in given.tokens.split(",")], given.backend, clock)
+        _show_ratios(document)
+        if given.out and dist.get_rank() == 0:
+            given.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
