@@ -21,11 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smoe_cli.runtime.collectives import CollectiveExchange, library_all_gather, library_reduce_scatter
-from smoe_cli.runtime.exchange import Exchange
+from smoe_cli.runtime.exchange import Exchange, Norm
+from smoe_cli.runtime.experts import LocalExperts
+from smoe_cli.runtime.layer import ExpertLayer, Mode
 from smoe_cli.runtime.plan import make_plan
 from smoe_cli.runtime.replay import SHUFFLING, Batch, Case, default_cases, make_batch
+from smoe_cli.runtime.serving import join_ranks, open_exchange
+from smoe_cli.runtime.slots import Slots, slot_bounds
 from smoe_cli.runtime.timing import Clock
-from smoe_cli.runtime.workload import Workload, load_workload
+from smoe_cli.runtime.workload import CONTIGUOUS, Workload, load_workload
 
 TOKENS = (64, 256, 1024, 4096, 16384)
 Stages = dict[str, Callable[[], object]]
@@ -67,17 +71,23 @@ def average(values: Tensor) -> Tensor:
 
 
 def measure_case(
-    workload: Workload, case: Case, tokens: int, exchanges: dict[str, Exchange], clock: Clock
+    workload: Workload,
+    case: Case,
+    tokens: int,
+    exchanges: dict[str, Exchange],
+    experts: LocalExperts | None,
+    clock: Clock,
 ) -> dict[str, Any]:
-    """One case at one size: rows and seconds by stage, and all stages one after another."""
+    """One case at one size: rows and seconds by stage, all stages one after another, and the whole layer with its
+    experts where there are any (on a GPU)."""
     fast = "symmetric" in exchanges and not case.library
     exchange = exchanges["symmetric" if fast else "collectives"]
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     batch = make_batch(workload, case, tokens, exchange.rank, clock.device, dtype)
     work = library_stages(case, batch, exchange) if case.library else stages(case, batch, exchange)
-    graph = fast
-    seconds = {name: clock.seconds(one, graph=graph) for name, one in work.items()}
-    total = clock.seconds(lambda: [one() for one in work.values()], graph=graph)
+    capture = getattr(exchange, "capture", None)
+    seconds = {name: clock.seconds(one, capture) for name, one in work.items()}
+    total = clock.seconds(lambda: [one() for one in work.values()], capture)
     found = {
         "case": case.name,
         **asdict(case),
@@ -90,9 +100,47 @@ def measure_case(
         "total": total,
     }
     if batch.scores is not None:
-        scores = batch.scores
-        found["plan"] = clock.seconds(lambda: make_plan(scores, exchange.num_ranks), graph=graph)
+        found["plan"] = clock.seconds(planning(batch.scores, exchange.num_ranks), capture)
+    if experts is not None and not case.library:
+        layer = clock.seconds(whole_layer(case, batch, exchange, experts), capture)
+        found |= {"layer": layer, "communication_share": total / layer}
     return found
+
+
+def planning(scores: Tensor, num_ranks: int) -> Callable[[], object]:
+    """Making the plan, on a GPU by its kernel. scores: [T, G] uint8."""
+    if not scores.is_cuda:
+        return lambda: make_plan(scores, num_ranks)
+    from smoe_cli.runtime.plan_kernel import plan_rows
+
+    index = torch.arange(len(scores), dtype=torch.int32, device=scores.device)
+    return lambda: plan_rows(scores, index)
+
+
+def whole_layer(case: Case, batch: Batch, exchange: Exchange, experts: LocalExperts) -> Callable[[], object]:
+    """A layer from the attention's shares to the residual stream, its experts' products and all. The router's choice is
+    the replayed one, so that every case computes the same."""
+    routed, plan, hidden = batch.routed, batch.plan, batch.partial.shape[1]
+    slots = Slots.identity(batch.num_slots, exchange.num_ranks, batch.partial.device)
+    norm = Norm(torch.ones(hidden, dtype=batch.partial.dtype, device=batch.partial.device), 1e-6)
+    chosen = (routed.experts, routed.weights) if case.mode != "replicated" else batch.everywhere
+    layer = ExpertLayer(exchange, norm, lambda _rows: chosen, slots, experts)
+    if case.mode == "dp-ep":
+        return lambda: layer.run_own(routed.rows, len(routed.rows))
+    return lambda: layer.run(Mode(case.mode), batch.partial, batch.partial, plan)
+
+
+def random_experts(workload: Workload, rank: int, device: torch.device) -> LocalExperts:
+    """Weights of a rank's experts; only their sizes matter."""
+    shape, bounds = workload.shape, slot_bounds(len(workload.slots[CONTIGUOUS]), workload.num_ranks)
+    slots, dtype = bounds[rank + 1] - bounds[rank], torch.bfloat16
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def weights(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device, dtype=dtype) * 0.02
+
+    up = weights(slots, 2 * shape.width, shape.hidden)
+    return LocalExperts(up, weights(slots, shape.hidden, shape.width), bounds[rank])
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,8 +194,6 @@ def _version(package: str) -> str | None:
 
 def open_exchanges(backend: str, most_tokens: int, hidden: int, device: torch.device) -> dict[str, Exchange]:
     """The exchanges to time with, by name: always `collectives`; `symmetric` where all ranks reach each other."""
-    from smoe_cli.runtime.serving import open_exchange
-
     found: dict[str, Exchange] = {"collectives": CollectiveExchange()}
     if backend != "collectives" and device.type == "cuda":
         chosen = open_exchange(backend, most_tokens, hidden, device)
@@ -164,10 +210,11 @@ def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, clock: C
         if workload.num_ranks != dist.get_world_size():
             raise ValueError(f"{path} is for {workload.num_ranks} ranks; {dist.get_world_size()} run")
         exchanges = open_exchanges(backend, max(tokens), workload.shape.hidden, clock.device)
+        experts = random_experts(workload, dist.get_rank(), clock.device) if clock.device.type == "cuda" else None
         results = []
         for size in tokens:
             for case in default_cases(workload):
-                results.append(measure_case(workload, case, size, exchanges, clock))
+                results.append(measure_case(workload, case, size, exchanges, experts, clock))
                 _say(f"{path.stem} {_line(results[-1])}")
         document["workloads"][path.stem] = {
             "origin": workload.origin,
@@ -181,6 +228,7 @@ def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, clock: C
 def _line(one: dict[str, Any]) -> str:
     parts = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in one["seconds"].items())
     plan = f" (plan {one['plan'] * 1e6:.1f})" if "plan" in one else ""
+    plan += f" layer {one['layer'] * 1e6:.1f}" if "layer" in one else ""
     return (
         f"T {one['tokens']:6d} {one['case']:34s} {one['exchange']:11s} rows {one['total_rows']:7d} "
         f"total {one['total'] * 1e6:8.1f} us: {parts}{plan}"
@@ -201,17 +249,6 @@ def _show_ratios(document: dict[str, Any]) -> None:
             )
 
 
-def start(device: str | None) -> torch.device:
-    """Join the process group that torchrun describes; a GPU a rank where there are enough."""
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = device != "cpu" and torch.cuda.is_available()
-    found = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(found)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=found if cuda else None)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="smoe_cli.runtime.bench", description="Time a placement where it is served.")
     parser.add_argument("--workload", type=Path, action="append", required=True, help="What smoe bench wrote.")
@@ -222,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7, help="Readings, whose median counts.")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write.")
     given = parser.parse_args(arguments)
-    clock = Clock(start(given.device), given.inner, given.repeats)
+    clock = Clock(join_ranks(given.device), given.inner, given.repeats)
     try:
         document = run(given.workload, [int(size) for size in given.tokens.split(",")], given.backend, clock)
         _show_ratios(document)

@@ -34,7 +34,8 @@ class Case:
 @dataclass(frozen=True)
 class Batch:
     """T tokens in one case, on one rank. partial: [T, H]; parts: [G * C, H] what its experts made of received rows;
-    plan, scores: None where nothing is shuffled; rows: stage -> rows through the busiest direction of the busiest rank.
+    scores: None where nothing is shuffled; everywhere: what the router chose for all T; rows: stage -> rows through the
+    busiest direction of the busiest rank.
     """
 
     plan: Plan
@@ -42,6 +43,8 @@ class Batch:
     partial: Tensor
     routed: Routed
     parts: Tensor
+    everywhere: tuple[Tensor, Tensor]
+    num_slots: int
     rows: dict[str, int]
     local_share: float
 
@@ -68,6 +71,7 @@ def make_batch(
     home = slice(rank * plan.rows_per_rank, (rank + 1) * plan.rows_per_rank)
     chosen = row_of_place[home].clamp(min=0)
     place = expert_slots(slots, workload.shape.num_experts).to(torch.int32)
+    experts, weights = _routing(workload, place, chosen, device)
     generator = torch.Generator().manual_seed(rank)
 
     def noise(rows: int) -> Tensor:
@@ -79,14 +83,21 @@ def make_batch(
         partial=noise(tokens),
         routed=Routed(
             rows=noise(plan.rows_per_rank),
-            experts=place[workload.experts[chosen].long()].to(device),
-            weights=workload.weights[chosen].to(device),
+            experts=experts,
+            weights=weights,
             needs=_bits(needs[home]).to(device),
         ),
         parts=noise(len(row_of_place)),
+        everywhere=_routing(workload, place, row_of_place[plan.place_of_token.long()], device),
+        num_slots=len(slots),
         rows=stage_rows(case.mode, needs, row_of_place >= 0, ranks),
         local_share=_local_share(workload, slots, row_of_place, ranks),
     )
+
+
+def _routing(workload: Workload, place: Tensor, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Slots [n, K] int32 and weights [n, K] of some rows. place: [E] the slot of every expert."""
+    return place[workload.experts[rows].long()].to(device), workload.weights[rows].to(device)
 
 
 def rank_needs(workload: Workload, slots: Tensor, row_of_place: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Every rank must time the same work in the same order: what is timed exchanges da
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 WARM_UP = 3
+Capture = Callable[[torch.cuda.CUDAGraph], AbstractContextManager[None]]
+"""Captures what is done inside into a graph, together with the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class Clock:
     inner: int = 20
     repeats: int = 7
 
-    def seconds(self, work: Callable[[], object], *, graph: bool) -> float:
-        """Seconds of one call, median of the repeats, slowest rank. graph: replay a CUDA graph of `inner` calls."""
-        run = self._captured(work) if graph and self.device.type == "cuda" else lambda: self._repeated(work)
+    def seconds(self, work: Callable[[], object], capture: Capture | None = None) -> float:
+        """Seconds of one call, median of the repeats, slowest rank. capture: replay a CUDA graph of `inner` calls."""
+        run = (lambda: self._repeated(work)) if capture is None else self._captured(work, capture)
         for _ in range(WARM_UP):
             run()
         taken = [self._once(run) / self.inner for _ in range(self.repeats)]
@@ -36,17 +39,15 @@ class Clock:
         for _ in range(self.inner):
             work()
 
-    def _captured(self, work: Callable[[], object]) -> Callable[[], object]:
+    def _captured(self, work: Callable[[], object], capture: Capture) -> Callable[[], object]:
         """A graph of `inner` calls. Everything was compiled and run once before, on every rank, so that the capture
         holds launches alone."""
         for _ in range(WARM_UP):
             work()
-        self._meet()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph):
             self._repeated(work)
-        self._meet()
-        return captured.replay
+        return graph.replay
 
     def _once(self, run: Callable[[], object]) -> float:
         self._meet()
