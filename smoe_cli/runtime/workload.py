@@ -50,9 +50,8 @@ class Workload:
         tensors |= {f"scores/{placement}/{name}": tensor for (placement, name), tensor in self.scores.items()}
         tensors |= {f"own_rows/{name}": tensor for name, tensor in self.own_rows.items()}
         facts = {"shape": vars(self.shape), "num_ranks": self.num_ranks, "origin": self.origin}
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"workload": json.dumps(facts)}
-        )
+        apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # two names may be one tensor
+        save_file(apart, path, {"workload": json.dumps(facts)})
 
 
 def load_workload(path: Path) -> Workload:
