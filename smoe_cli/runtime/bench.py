@@ -10,8 +10,8 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from smoe_cli.runtime.plan import make_plan
 from smoe_cli.runtime.replay import SHUFFLING, Batch, Case, default_cases, make_batch
 from smoe_cli.runtime.serving import join_ranks, open_exchange
 from smoe_cli.runtime.slots import Slots, slot_bounds
-from smoe_cli.runtime.timing import Clock
+from smoe_cli.runtime.timing import Clock, Work
 from smoe_cli.runtime.workload import CONTIGUOUS, Workload, load_workload
 
 TOKENS = (64, 256, 1024, 4096, 16384)
+LAYER_CALLS = 2
+"""Whole layers between two readings; they are long enough."""
+
 Stages = dict[str, Callable[[], object]]
 
 
@@ -70,25 +73,44 @@ def average(values: Tensor) -> Tensor:
     return values
 
 
-def measure_case(
+@dataclass(frozen=True)
+class Prepared:
+    """A case at one size, ready to be timed. works: by stage, `total` of all one after another, `plan` and `layer`."""
+
+    facts: dict[str, Any]
+    works: dict[str, Work]
+
+    def document(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """facts and figures; seconds: of each work."""
+        beside = {name: seconds[name] for name in ("total", "plan", "layer") if name in seconds}
+        share = {"communication_share": seconds["total"] / seconds["layer"]} if "layer" in seconds else {}
+        stages = {name: value for name, value in seconds.items() if name not in beside}
+        return self.facts | beside | share | {"seconds": stages}
+
+
+def prepare_case(
     workload: Workload,
     case: Case,
     tokens: int,
     exchanges: dict[str, Exchange],
     experts: LocalExperts | None,
     clock: Clock,
-) -> dict[str, Any]:
-    """One case at one size: rows and seconds by stage, all stages one after another, and the whole layer with its
-    experts where there are any (on a GPU)."""
+    calls: int,
+) -> Prepared:
+    """One case at one size. experts: this rank's, where the whole layer is timed too (on a GPU)."""
     fast = "symmetric" in exchanges and not case.library
     exchange = exchanges["symmetric" if fast else "collectives"]
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     batch = make_batch(workload, case, tokens, exchange.rank, clock.device, dtype)
-    work = library_stages(case, batch, exchange) if case.library else stages(case, batch, exchange)
+    ordered = library_stages(case, batch, exchange) if case.library else stages(case, batch, exchange)
     capture = getattr(exchange, "capture", None)
-    seconds = {name: clock.seconds(one, capture) for name, one in work.items()}
-    total = clock.seconds(lambda: [one() for one in work.values()], capture)
-    found = {
+    works = {name: clock.prepare(once, calls, capture) for name, once in ordered.items()}
+    works["total"] = clock.prepare(lambda: [once() for once in ordered.values()], calls, capture)
+    if batch.scores is not None:
+        works["plan"] = clock.prepare(planning(batch.scores, exchange.num_ranks), calls, capture)
+    if experts is not None and not case.library:
+        works["layer"] = clock.prepare(whole_layer(case, batch, exchange, experts), LAYER_CALLS, capture)
+    facts = {
         "case": case.name,
         **asdict(case),
         "tokens": tokens,
@@ -96,15 +118,14 @@ def measure_case(
         "local_share": batch.local_share,
         "rows": batch.rows,
         "total_rows": sum(batch.rows.values()),
-        "seconds": seconds,
-        "total": total,
     }
-    if batch.scores is not None:
-        found["plan"] = clock.seconds(planning(batch.scores, exchange.num_ranks), capture)
-    if experts is not None and not case.library:
-        layer = clock.seconds(whole_layer(case, batch, exchange, experts), capture)
-        found |= {"layer": layer, "communication_share": total / layer}
-    return found
+    return Prepared(facts, works)
+
+
+def measure_cases(prepared: Sequence[Prepared], clock: Clock) -> list[dict[str, Any]]:
+    """All cases of one size, timed in turns."""
+    seconds = clock.seconds({(i, name): work for i, one in enumerate(prepared) for name, work in one.works.items()})
+    return [one.document({name: seconds[i, name] for name in one.works}) for i, one in enumerate(prepared)]
 
 
 def planning(scores: Tensor, num_ranks: int) -> Callable[[], object]:
@@ -202,7 +223,7 @@ def open_exchanges(backend: str, most_tokens: int, hidden: int, device: torch.de
     return found
 
 
-def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, clock: Clock) -> dict[str, Any]:
+def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, calls: int, clock: Clock) -> dict[str, Any]:
     """Everything, as one document; the same on every rank."""
     document: dict[str, Any] = {"machine": machine(clock.device), "workloads": {}}
     for path in workloads:
@@ -213,9 +234,12 @@ def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, clock: C
         experts = random_experts(workload, dist.get_rank(), clock.device) if clock.device.type == "cuda" else None
         results = []
         for size in tokens:
-            for case in default_cases(workload):
-                results.append(measure_case(workload, case, size, exchanges, experts, clock))
-                _say(f"{path.stem} {_line(results[-1])}")
+            cases = default_cases(workload)
+            prepared = [prepare_case(workload, case, size, exchanges, experts, clock, calls) for case in cases]
+            found = measure_cases(prepared, clock)
+            results += found
+            for one in found:
+                _say(f"{path.stem} {_line(one)}")
         document["workloads"][path.stem] = {
             "origin": workload.origin,
             "shape": vars(workload.shape),
@@ -255,13 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="Batch sizes.")
     parser.add_argument("--backend", choices=("auto", "symmetric", "collectives"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--inner", type=int, default=20, help="Calls between two readings.")
+    parser.add_argument("--calls", type=int, default=20, help="Calls between two readings.")
     parser.add_argument("--repeats", type=int, default=7, help="Readings, whose median counts.")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write.")
     given = parser.parse_args(arguments)
-    clock = Clock(join_ranks(given.device), given.inner, given.repeats)
+    clock = Clock(join_ranks(given.device), given.repeats)
     try:
-        document = run(given.workload, [int(size) for size in given.tokens.split(",")], given.backend, clock)
+        document = run(
+            given.workload, [int(size) for size in given.tokens.split(",")], given.backend, given.calls, clock
+        )
         _show_ratios(document)
         if given.out and dist.get_rank() == 0:
             given.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,13 +1,15 @@
-"""Timing collective work: medians of repeats, and of the ranks the slowest.
+"""Timing collective work: in turns, medians of repeats, and of the ranks the slowest.
 
-Every rank must time the same work in the same order: what is timed exchanges data.
+Every rank must time the same work in the same order: what is timed exchanges data. Works that are to be compared are
+timed in turns, so that what a machine does over seconds falls on all of them alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,51 +18,66 @@ WARM_UP = 3
 Capture = Callable[[torch.cuda.CUDAGraph], AbstractContextManager[None]]
 """Captures what is done inside into a graph, together with the other ranks."""
 
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to time: `run` does it `calls` times."""
+
+    run: Callable[[], object]
+    calls: int
+
 
 @dataclass(frozen=True)
 class Clock:
-    """How to time on this device. inner: calls between two readings; repeats: readings, whose median counts."""
+    """How to time on this device. repeats: readings of each work, whose median counts."""
 
     device: torch.device
-    inner: int = 20
     repeats: int = 7
 
-    def seconds(self, work: Callable[[], object], capture: Capture | None = None) -> float:
-        """Seconds of one call, median of the repeats, slowest rank. capture: replay a CUDA graph of `inner` calls."""
-        run = (lambda: self._repeated(work)) if capture is None else self._captured(work, capture)
-        for _ in range(WARM_UP):
-            run()
-        taken = [self._once(run) / self.inner for _ in range(self.repeats)]
-        slowest = torch.tensor(median(taken), dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
+    def prepare(self, once: Callable[[], object], calls: int, capture: Capture | None = None) -> Work:
+        """Work that does `once` several times; with `capture` from a CUDA graph, made after everything was compiled and
+        run on every rank, so that it holds launches alone."""
 
-    def _repeated(self, work: Callable[[], object]) -> None:
-        for _ in range(self.inner):
-            work()
+        def several() -> None:
+            for _ in range(calls):
+                once()
 
-    def _captured(self, work: Callable[[], object], capture: Capture) -> Callable[[], object]:
-        """A graph of `inner` calls. Everything was compiled and run once before, on every rank, so that the capture
-        holds launches alone."""
         for _ in range(WARM_UP):
-            work()
+            once()
+        self._meet()
+        if capture is None:
+            return Work(several, calls)
         graph = torch.cuda.CUDAGraph()
         with capture(graph):
-            self._repeated(work)
-        return graph.replay
+            several()
+        return Work(graph.replay, calls)
 
-    def _once(self, run: Callable[[], object]) -> float:
+    def seconds(self, works: Mapping[Name, Work]) -> dict[Name, float]:
+        """Seconds of one call of each, timed in turns."""
+        taken: dict[Name, list[float]] = {name: [] for name in works}
+        for turn in range(self.repeats + 1):
+            for name, work in works.items():
+                found = self._once(work)
+                if turn:  # the first turn warms up
+                    taken[name].append(found)
+        medians = torch.tensor([median(each) for each in taken.values()], dtype=torch.float64, device=self.device)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        return dict(zip(works, medians.tolist(), strict=True))
+
+    def _once(self, work: Work) -> float:
         self._meet()
         if self.device.type != "cuda":
             started = perf_counter()
-            run()
-            return perf_counter() - started
+            work.run()
+            return (perf_counter() - started) / work.calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        run()
+        work.run()
         end.record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3 / work.calls
 
     def _meet(self) -> None:
         if self.device.type == "cuda":
