@@ -19,7 +19,7 @@ from smoe_profiles.table_rows import Sampled, Survey
 from smoe_profiles.tables import FIT_PARTS, SAMPLES, Int64Array, phase_codes, read_table
 from smoe_profiles.trace import PHASES, schema, to_numpy
 
-FACTS = ("token_id", "phase")
+FACTS = ("token_id", "phase", "source")
 NAMES = {"split": FIT_PARTS, "phase": PHASES}
 
 
@@ -51,7 +51,7 @@ def _begins_in(sampled: Sampled, first: int, stop: int) -> npt.NDArray[np.bool_]
 def write_samples(path: Path, survey: Survey, samples: SampleRows, experts: Sequence[npt.NDArray[Any]]) -> None:
     """samples.parquet. experts: per layer [N, K], of the sample rows."""
     facts = _read_facts(survey, samples.row)
-    columns = {"split": samples.part, "block": samples.block, "token_id": facts["token_id"], "phase": facts["phase"]}
+    columns = {"split": samples.part, "block": samples.block, **{name: facts[name] for name in FACTS}}
     for layer, rows in zip(survey.traces[0].layers, experts, strict=True):
         columns[layer.column] = pa.FixedSizeListArray.from_arrays(rows.reshape(-1).astype(np.uint16), layer.top_k)
     columns |= {name: facts[name] for name in facts.column_names if name not in FACTS}
@@ -91,7 +91,8 @@ def _read_facts(survey: Survey, row: Int64Array) -> pa.Table:
     layers = survey.traces[0].layers
     early = [name for layer in layers for name in layer.early_columns if survey.has_early]
     whole = schema(layers, early=True)
-    fields = [pa.field("token_id", pa.uint32()), pa.field("phase", pa.int8()), *(whole.field(name) for name in early)]
+    known = {"token_id": pa.uint32(), "phase": pa.int8(), "source": pa.string()}
+    fields = [*map(pa.field, known, known.values()), *(whole.field(name) for name in early)]
     pieces, places = [pa.schema(fields).empty_table()], [np.empty(0, np.int64)]
     for start, table in survey.groups(FACTS, early, samples=row):
         place = np.flatnonzero((row >= start) & (row < start + len(table)))
@@ -99,6 +100,7 @@ def _read_facts(survey: Survey, row: Int64Array) -> pa.Table:
         columns = {name: table[name] for name in early if name in table.column_names}
         columns["token_id"] = pa.array(to_numpy(table["token_id"]).astype(np.uint32))
         columns["phase"] = pa.array(phase_codes(table["phase"]).astype(np.int8))
+        columns["source"] = table["source"].cast(pa.string())
         missing = {field.name: pa.nulls(len(table), field.type) for field in fields if field.name not in columns}
         pieces.append(pa.table([(columns | missing)[field.name] for field in fields], schema=pa.schema(fields)))
         places.append(place)

@@ -47,8 +47,9 @@ class Samples:
     """Blocks of consecutive rows of one part, the same rows in every layer.
 
     token_id: [N], UNKNOWN_TOKEN where it is not known; experts: [N, K]; block_start: [B + 1], block b is rows
-    block_start[b] .. block_start[b + 1]; phase: [N] index into PHASES, None in tables of before it was kept; early: ids
-    and logits of the early gate, [N, M] both, zeros and NaN in rows where it was not asked; None where it never was.
+    block_start[b] .. block_start[b + 1]; phase: [N] index into PHASES, source: [B] the source of each block, both None
+    in tables of before they were kept; early: ids and logits of the early gate, [N, M] both, zeros and NaN in rows where
+    it was not asked; None where it never was.
     """
 
     token_id: UInt32Array
@@ -56,6 +57,7 @@ class Samples:
     block_start: Int64Array
     phase: npt.NDArray[np.int16] | None = None
     early: Early | None = None
+    source: tuple[str, ...] | None = None
 
 
 def count_tokens(token_id: UInt32Array, experts: ExpertIds, num_experts: int) -> Counts:
@@ -153,13 +155,14 @@ class Tables:
         block = table["block"].to_numpy()
         starts = np.concatenate([[0], np.flatnonzero(block[1:] != block[:-1]) + 1, [len(block)]]).astype(np.int64)
         phase = phase_codes(table["phase"]) if "phase" in table.column_names else None
+        source = tuple(table["source"].take(starts[:-1]).to_pylist()) if "source" in table.column_names else None
         for layer in self.layers:
             experts = to_numpy(table[layer.column]).astype(np.uint16)
             early: Early | None = None
             if layer.early_columns[0] in table.column_names:
                 ids, logits = (to_numpy(table[name]) for name in layer.early_columns)
                 early = ids.astype(np.uint16), logits
-            yield Samples(table["token_id"].to_numpy(), experts, starts, phase, early)
+            yield Samples(table["token_id"].to_numpy(), experts, starts, phase, early, source)
 
 
 VOCABULARY = "vocabulary.safetensors"
