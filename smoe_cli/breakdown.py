@@ -17,6 +17,7 @@ from smoe_profiles.tables import Counts, load_arrays
 from smoe_profiles.trace import ExpertIds, Trace
 from smoe_solvers.expert_prediction import SetScores, hottest_sets, mean_by_type, top_k_hits
 from smoe_solvers.figures import Figures, measure_groups
+from smoe_solvers.redundancy import Copies
 
 NONE, ORACLE = "none", "oracle"
 CEILINGS = {
@@ -47,13 +48,18 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """One layer in one state. counts: [N, G] n_g; scores: [N, G] u8 that rows went by, or None; homes: [N] each."""
+    """One layer in one state.
+
+    counts: [N, G] n_g; scores: [N, G] u8 that rows went by, or None; homes: [N] each; copies: the rows where experts
+    have several copies.
+    """
 
     state: str
     predictor: str
     counts: npt.NDArray[np.int32]
     scores: npt.NDArray[np.uint8] | None
     homes: dict[str, npt.NDArray[np.int32]]
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def group_layer(grouping: Grouping, shuffles: Sequence[Shuffle]) -> dict[str, di
     """One layer by the served rule: group -> state -> predictor -> figures, groups without rows left out."""
     found = {
         (shuffle.state, shuffle.predictor): measure_groups(
-            shuffle.counts, shuffle.homes["rule"], grouping.code, len(grouping.names)
+            shuffle.counts, shuffle.homes["rule"], grouping.code, len(grouping.names), shuffle.copies
         )
         for shuffle in shuffles
     }

@@ -4,7 +4,7 @@ Axes: V vocabulary, G ranks, N rows, K experts a token. Everything is chosen on 
 part; what is served is then refitted on both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,6 +29,7 @@ from smoe_solvers.predictors import (
     linear_logits,
     local_counts,
     markov_tables,
+    occurrences,
     popularity_by_rank,
     quantise,
     rank_counts,
@@ -52,21 +53,15 @@ def choose_smoothing(tables: Tables, placement: Placement) -> TokenChoice:
 
     One choice for all layers; ties go to the first in order.
     """
-    _, neighbour = tables.vocabulary()
     choices = [TokenChoice(pseudo, UNSEEN) for pseudo in PSEUDO_CHOICES]
     kept = np.zeros(len(choices))
-    for index, (layer, samples) in enumerate(zip(tables.layers, tables.samples("validation"), strict=True)):
-        to_rank = placement.expert_to_rank[index]
-        counts = tables.counts(layer, ["fit"])
-        activations = rank_counts(
-            (counts.token_id, counts.expert, counts.count), len(neighbour), to_rank, placement.num_ranks
-        )
-        share = popularity_by_rank(tables.statistics(layer)["popularity"][0], to_rank, placement.num_ranks)
-        local = local_counts(samples.experts, to_rank, placement.num_ranks)
+    layers = zip(tables.layers, placement.hosts, tables.samples("validation"), strict=True)
+    for layer, hosts, samples in layers:
+        table_of = _token_table_of(tables, layer, ["fit"], hosts)
+        local = local_counts(samples.experts, hosts)
         backed_off = markov_tables(None, None, local, layer.top_k)
         for number, choice in enumerate(choices):
-            table = quantise(token_table(activations, share, neighbour, layer.top_k, choice), layer.top_k)
-            scores = token_scores(LayerPredictors(table, backed_off), Context(samples.token_id))
+            scores = token_scores(LayerPredictors(table_of(choice), backed_off), Context(samples.token_id))
             kept[number] += kept_local(scores, local, samples.block_start) / samples.experts.size
     return choices[int(kept.argmax())]
 
@@ -107,21 +102,20 @@ def contract_tables(tables: Tables, placement: Placement, choice: TokenChoice) -
     record = gate_record(tables.artefact.path)
     samples = zip(tables.samples("fit"), tables.samples("validation"), _judged_rows(tables, record), strict=True)
     walks: tuple[list[Labels], list[Labels], list[Labels]] = ([], [], [])
-    for index, (layer, (fit, validation, judged)) in enumerate(zip(tables.layers, samples, strict=True)):
-        to_rank, ranks = placement.expert_to_rank[index], placement.num_ranks
+    for layer, hosts, (fit, validation, judged) in zip(tables.layers, placement.hosts, samples, strict=True):
         groups = fit.experts, np.concatenate([fit.experts, validation.experts]), judged.experts
         fitted, served = (
             LayerPredictors(
-                _token_rows(tables, layer, parts, to_rank, ranks, choice),
-                markov_tables(*_last_two(labels), local_counts(experts, to_rank, ranks), layer.top_k),
+                _token_table_of(tables, layer, parts, hosts)(choice),
+                markov_tables(*_last_two(labels), local_counts(experts, hosts), layer.top_k),
             )
             for parts, labels, experts in ((FIT_PARTS[:1], walks[0], groups[0]), (FIT_PARTS, walks[1], groups[1]))
         )
         two, one = _last_two(walks[2])
         sums = record.sums(layer) if record else None
-        tuned = _tune(fitted, judged, sums, Context(judged.token_id, two, one), to_rank, layer.top_k)
+        tuned = _tune(fitted, judged, sums, Context(judged.token_id, two, one), hosts, layer.top_k)
         for labels, experts in zip(walks, groups, strict=True):
-            labels.append(rank_labels(experts, to_rank, ranks))
+            labels.append(rank_labels(experts, hosts))
         yield replace(tuned, token=served.token, markov=served.markov)
 
 
@@ -129,21 +123,21 @@ def _last_two(labels: Sequence[Labels]) -> tuple[Labels | None, Labels | None]:
     return labels[-2] if len(labels) > 1 else None, labels[-1] if labels else None
 
 
-def _token_rows(
-    tables: Tables,
-    layer: TraceLayer,
-    parts: Sequence[str],
-    to_rank: npt.NDArray[np.int32],
-    ranks: int,
-    choice: TokenChoice,
-) -> npt.NDArray[np.uint8]:
-    """The token table [V, G] of some parts."""
+def _token_table_of(
+    tables: Tables, layer: TraceLayer, parts: Sequence[str], hosts: npt.NDArray[np.bool_]
+) -> Callable[[TokenChoice], npt.NDArray[np.uint8]]:
+    """From a smoothing to the token table [V, G] of some parts."""
     _, neighbour = tables.vocabulary()
-    counts = tables.counts(layer, parts)
-    activations = rank_counts((counts.token_id, counts.expert, counts.count), len(neighbour), to_rank, ranks)
-    popularity = tables.statistics(layer)["popularity"][: len(parts)].sum(axis=0)
-    share = popularity_by_rank(popularity, to_rank, ranks)
-    return quantise(token_table(activations, share, neighbour, layer.top_k, choice), layer.top_k)
+    found = tables.counts(layer, parts)
+    counts = found.token_id, found.expert, found.count
+    activations = rank_counts(counts, len(neighbour), hosts)
+    seen = occurrences(counts, len(neighbour), layer.top_k)
+    share = popularity_by_rank(tables.statistics(layer)["popularity"][: len(parts)].sum(axis=0), hosts)
+
+    def table_of(choice: TokenChoice) -> npt.NDArray[np.uint8]:
+        return quantise(token_table(activations, seen, share, neighbour, layer.top_k, choice), layer.top_k)
+
+    return table_of
 
 
 def _tune(
@@ -151,25 +145,25 @@ def _tune(
     judged: _Judged,
     sums: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None,
     context: Context,
-    to_rank: npt.NDArray[np.int32],
+    hosts: npt.NDArray[np.bool_],
     top_k: int,
 ) -> LayerPredictors:
     """Fit temperatures, the linear map and the mix on validation rows, and choose what keeps most activations local."""
-    local = local_counts(judged.experts, to_rank, layer.token.shape[1])
+    local = local_counts(judged.experts, hosts)
     if judged.gate is not None and sums is not None:
         context = replace(context, early=judged.gate.early, features=judged.gate.features)
         _, weights = choose_ridge(*sums, judged.gate.features, judged.gate.truth)
         affine = fit_affine(*sums, judged.gate.early_at)
         layer = replace(layer, early=affine.astype(np.float32), linear=weights.astype(np.float32))
         early, linear = (
-            choose_temperature(logits, local, to_rank, top_k)
+            choose_temperature(logits, local, hosts, top_k)
             for logits in (early_logits(layer, context), linear_logits(layer, context))
         )
         layer = replace(layer, early_temperature=early, linear_temperature=linear)
-    scores = {part: score(layer, part, context, to_rank, top_k) for part in layer.available() if part in FUSED}
+    scores = {part: score(layer, part, context, hosts, top_k) for part in layer.available() if part in FUSED}
     layer = replace(layer, fusion=fit_fusion([scores.get(part) for part in FUSED], local, top_k))
     kept = {
-        part: kept_local(score(layer, part, context, to_rank, top_k), local, judged.block_start)
+        part: kept_local(score(layer, part, context, hosts, top_k), local, judged.block_start)
         for part in layer.available()
     }
     return replace(layer, chosen=max(kept, key=lambda part: kept[part]))

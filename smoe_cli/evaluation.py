@@ -60,6 +60,7 @@ from smoe_solvers.predictors import (
     rank_labels,
     score,
 )
+from smoe_solvers.redundancy import Copies
 
 STATES = tuple(CEILINGS)
 SHUFFLED = {"contiguous": "shuffled", "placed": "placed+shuffled"}
@@ -142,9 +143,9 @@ class LayerRun:
     token_scores: dict[str, npt.NDArray[np.uint8]]
     predictors: LayerPredictors
 
-    def counts(self, placement: str) -> npt.NDArray[np.int32]:
-        """n_g of every row, [N, G]."""
-        return next(shuffle.counts for shuffle in self.shuffles if shuffle.state == placement)
+    def plain(self, placement: str) -> Shuffle:
+        """The state of a placement without a shuffle."""
+        return next(shuffle for shuffle in self.shuffles if shuffle.state == placement)
 
 
 def walk_layers(
@@ -168,24 +169,25 @@ def walk_layers(
         experts, gate = rows.layer(layer)
         shuffles, token_scores = [], {}
         for name, side in sides.items():
-            to_rank, context = side.placement.expert_to_rank[index], side.context(rows.token_id, gate)
-            counts = local_counts(experts, to_rank, placement.num_ranks)
-            shuffles.append(Shuffle(name, NONE, counts, None, {how.value: still for how in Assignment}))
+            hosts, context = side.placement.hosts[index], side.context(rows.token_id, gate)
+            counts = local_counts(experts, hosts)
+            copies = Copies(experts, hosts) if side.placement.redundant else None
+            plain = Shuffle(name, NONE, counts, None, {how.value: still for how in Assignment}, copies)
+            shuffles.append(plain)
             for predictor in predictors:
-                scores = score(side.layers[index], predictor, context, to_rank, layer.top_k)
-                shuffles.append(_shuffle(SHUFFLED[name], predictor.value, counts, scores, batch))
-            shuffles.append(_shuffle(CEILINGS[name], ORACLE, counts, quantise(counts, layer.top_k), batch))
-            token_scores[name] = score(side.layers[index], Predictor.TOKEN, context, to_rank, layer.top_k)
-            side.labels.append(rank_labels(experts, to_rank, placement.num_ranks))
+                scores = score(side.layers[index], predictor, context, hosts, layer.top_k)
+                shuffles.append(_shuffle(plain, SHUFFLED[name], predictor.value, scores, batch))
+            shuffles.append(_shuffle(plain, CEILINGS[name], ORACLE, quantise(counts, layer.top_k), batch))
+            token_scores[name] = score(side.layers[index], Predictor.TOKEN, context, hosts, layer.top_k)
+            side.labels.append(rank_labels(experts, hosts))
         shuffles.sort(key=lambda shuffle: STATES.index(shuffle.state))
         yield LayerRun(layer, experts, gate, shuffles, token_scores, served[index])
 
 
-def _shuffle(
-    state: str, predictor: str, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8], batch: int
-) -> Shuffle:
+def _shuffle(plain: Shuffle, state: str, predictor: str, scores: npt.NDArray[np.uint8], batch: int) -> Shuffle:
+    """The same rows and placement with homes by these scores."""
     homes = {how.value: home_by_scores(scores, batch, how) for how in Assignment}
-    return Shuffle(state, predictor, counts, scores, homes)
+    return replace(plain, state=state, predictor=predictor, scores=scores, homes=homes)
 
 
 def layer_figures(run: LayerRun, batch: int) -> Measured:
@@ -193,7 +195,7 @@ def layer_figures(run: LayerRun, batch: int) -> Measured:
     found: Measured = {}
     for shuffle in run.shuffles:
         found.setdefault(shuffle.state, {})[shuffle.predictor] = {
-            assignment: measure(shuffle.counts, home, batch, shuffle.scores)
+            assignment: measure(shuffle.counts, home, batch, shuffle.scores, shuffle.copies)
             for assignment, home in shuffle.homes.items()
         }
     ceilings = {state: found[ceiling][ORACLE] for state, ceiling in CEILINGS.items()}
@@ -327,7 +329,8 @@ class _Gathering:
         for key, partition in self.partitions.items():
             self.groups.setdefault(key, {})[name] = group_layer(partition, run.shuffles)
         for placement, sums in self.sums.items():
-            sums.add(run.counts(placement), run.token_scores[placement])
+            plain = run.plain(placement)
+            sums.add(plain.counts, run.token_scores[placement], plain.copies)
 
     def document(self) -> dict[str, Any]:
         by_group = {key: group_document(self.partitions[key], layers) for key, layers in self.groups.items()}

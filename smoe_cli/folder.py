@@ -47,6 +47,18 @@ def choose_placement(folder: Path, wanted: str | None, *, hashes: bool = False) 
     return open_artefact(found[0], PLACEMENT, hashes=hashes)
 
 
+def applied(placement: Artefact) -> bool:
+    """Whether regroup has written a checkpoint or map of this very placement, and not of one it replaced."""
+    for kind in (CHECKPOINT, MAP):
+        try:
+            written = open_artefact(sibling(placement.path, kind), kind)
+        except InputError:  # none, or damaged
+            continue
+        if written.parent_id(PLACEMENT) == placement.id:
+            return True
+    return False
+
+
 def trace_model_name(folder: Path) -> str:
     """Where the traced model was, from trace/run.json. Raises UsageError if that is not known."""
     path = folder / TRACE

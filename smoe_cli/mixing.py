@@ -12,13 +12,31 @@ import numpy.typing as npt
 
 from smoe_cli.errors import UsageError
 from smoe_profiles.errors import ImpossibleError
-from smoe_profiles.tables import Samples
+from smoe_profiles.tables import Samples, Tables
 
 Mix = dict[str, float]
 MOST_REPEATS = 4
 """A mix may take at most so many times as many blocks as there are; beyond it the largest sources are thinned."""
 
 ROUNDS = 5
+
+
+def choose_mix(
+    tables: Tables, *, balance: bool, mix: Sequence[str], robust: bool
+) -> tuple[list[str], tuple[tuple[str, float], ...] | None]:
+    """The tables' sources, if weights are asked for at all, and the mix that the options ask for (None: as traced).
+
+    Raises UsageError for two ways of asking at once.
+    """
+    asked = [name for name, given in (("--balance-sources", balance), ("--mix", mix), ("--robust", robust)) if given]
+    if len(asked) > 1:
+        raise UsageError(f"{asked[0]} and {asked[1]} both weigh the sources; give one.")
+    if not asked:
+        return [], None
+    sources = check_sources(next(tables.samples("fit")), tables.artefact.path)
+    if robust:
+        return sources, None
+    return sources, tuple((equal_mix(sources) if balance else read_mix(mix, sources)).items())
 
 
 def equal_mix(sources: Sequence[str]) -> Mix:

@@ -27,7 +27,7 @@ PLACEMENT_FILE = "placement.parquet"
 STORED: list[Predictor] = [predictor for predictor in Predictor if predictor is not Predictor.SELECTED]
 """The predictors that `predictor` numbers."""
 
-ASSIGNMENT_RULE = "regret-rounds+exchange/1"
+ASSIGNMENT_RULE = "prices+moves/1"
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -91,9 +91,10 @@ def slot_ranks(slots: int, num_ranks: int) -> npt.NDArray[np.int32]:
     return np.repeat(np.arange(num_ranks, dtype=np.int32), sizes)
 
 
-def contiguous_placement(layer_ids: tuple[int, ...], num_experts: int, num_ranks: int) -> Placement:
-    """What every engine starts from: slot p holds expert p."""
-    return Placement(layer_ids, np.tile(np.arange(num_experts), (len(layer_ids), 1)), num_ranks)
+def contiguous_placement(layer_ids: tuple[int, ...], num_experts: int, num_ranks: int, redundant: int = 0) -> Placement:
+    """What every engine starts from: slot p holds expert p, and with extra slots on every rank p mod E."""
+    slots = num_ranks * (num_experts // num_ranks + redundant) if redundant else num_experts
+    return Placement(layer_ids, np.tile(np.arange(slots) % num_experts, (len(layer_ids), 1)), num_ranks)
 
 
 def write_placement(path: Path, placement: Placement) -> None:
@@ -132,7 +133,7 @@ def read_placement(artefact: Artefact) -> Placement:
         here = layer == number
         order = np.argsort(physical[here])
         expert, slot, host = logical[here][order], physical[here][order], rank[here][order]
-        if (slot != np.arange(len(slot))).any() or (np.unique(expert) != np.arange(expert.max() + 1)).any():
+        if (slot != np.arange(len(slot))).any() or len(np.unique(expert)) <= expert.max():
             raise InputError(f"{path}: layer {number} does not name every expert, and every slot exactly once.")
         if (host != slot_ranks(len(slot), num_ranks)).any():
             raise InputError(f"{path}: layer {number} does not give its slots to ranks in order.")

@@ -22,7 +22,16 @@ from smoe_profiles.errors import InputError
 from smoe_solvers.assignment import Int32Array, Int64Array
 from smoe_solvers.choices import Assignment, Predictor
 from smoe_solvers.figures import Figures, imbalance
-from smoe_solvers.requests import cyclic_sums, measure_requests, route, route_exact, route_in_turn, rows_by_rank
+from smoe_solvers.redundancy import Copies
+from smoe_solvers.requests import (
+    RequestLoad,
+    cyclic_sums,
+    measure_requests,
+    route,
+    route_exact,
+    route_in_turn,
+    rows_by_rank,
+)
 
 WAY = "dp-ep"
 UNITS = {"t_s": 1.0, "timestamp_ms": 1e-3}
@@ -53,6 +62,21 @@ class Requests:
     def sums(self, values: npt.NDArray[np.integer], length: Int64Array) -> Int64Array:
         """Sums over each request's first `length` rows, [R, G]. values: [N, G]."""
         return cyclic_sums(values[self.order], self.start, self.sequence, length)
+
+    def serve(self, copies: Copies, home: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """Activations that every rank serves and rows that need it, [R, G] each, where a request's home decides.
+
+        home: [R]. Rows are served once for each home that some request of their sequence has.
+        """
+        ranks = copies.hosts.shape[1]
+        pairs, pair = np.unique(self.sequence * ranks + home, return_inverse=True)
+        sequence, here = np.divmod(pairs, ranks)
+        size = np.diff(self.start)[sequence]
+        start = np.concatenate([[0], np.cumsum(size)])
+        rows = self.order[np.repeat(self.start[sequence] - start[:-1], size) + np.arange(start[-1])]
+        served = replace(copies, experts=copies.experts[rows]).served(np.repeat(here, size).astype(np.int32))
+        length = self.length
+        return cyclic_sums(served, start, pair, length), cyclic_sums((served > 0).astype(np.int8), start, pair, length)
 
 
 def held_out_requests(facts: RowFacts) -> Requests:
@@ -128,26 +152,39 @@ def _possible(prompt: int, output: int) -> bool:
 class RequestSums:
     """Sums over requests' rows of one placement, walked layer by layer.
 
-    activations, needed: [R, G] a layer, of all rows; wishes: [R, G] token scores of the prompt, over all layers.
+    held, needed: [R, G] a layer, of all rows; copies: a layer's rows where experts have several copies, kept because
+    homes are known only after all layers; wishes: [R, G] token scores of the prompt, over all layers.
     """
 
     requests: Requests
-    activations: list[Int64Array] = field(default_factory=list)
+    held: list[Int64Array] = field(default_factory=list)
     needed: list[Int64Array] = field(default_factory=list)
+    copies: list[Copies | None] = field(default_factory=list)
     wishes: Int64Array | None = None
 
-    def add(self, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8]) -> None:
+    def add(self, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8], copies: Copies | None) -> None:
         """Take in one layer. counts: [N, G] n_g; scores: [N, G] of the token table."""
         requests = self.requests
-        self.activations.append(requests.sums(counts, requests.length))
+        self.held.append(requests.sums(counts, requests.length))
         self.needed.append(requests.sums((counts > 0).astype(np.int8), requests.length))
+        self.copies.append(copies)
         wished = requests.sums(scores, requests.prompt)
         self.wishes = wished if self.wishes is None else self.wishes + wished
+
+    def load(self, index: int, home: Int32Array) -> RequestLoad:
+        """What requests at these homes ask of every rank in the index-th layer. home: [R]."""
+        held, needed, copies = self.held[index], self.needed[index], self.copies[index]
+        if copies is None:
+            return RequestLoad(held, held, needed, needed.sum(axis=1))
+        served, needed = self.requests.serve(copies, home)
+        return RequestLoad(
+            held, served, needed, self.requests.sums(copies.fanout()[:, None], self.requests.length)[:, 0]
+        )
 
     def routes(self) -> list["Route"]:
         """Round robin, the token table's router, and the one that knows the true routing."""
         assert self.wishes is not None
-        truth = np.sum(self.activations, axis=0)
+        truth = np.sum(self.held, axis=0)
         turns = route_in_turn(*truth.shape)
         return [
             Route(self, NONE, None, {how.value: turns for how in Assignment}),
@@ -172,15 +209,15 @@ class Route:
 
     def measure(self, index: int) -> dict[str, Figures]:
         """Figures of the index-th layer by assignment."""
-        activations, needed = self.sums.activations[index], self.sums.needed[index]
         length = self.sums.requests.length
         return {
-            how: measure_requests(activations, needed, length, home, self.wishes) for how, home in self.homes.items()
+            how: measure_requests(self.sums.load(index, home), length, home, self.wishes)
+            for how, home in self.homes.items()
         }
 
     def row_imbalance(self, how: str) -> float:
         """Rows that the busiest rank holds, over the mean."""
-        ranks = self.sums.activations[0].shape[1]
+        ranks = self.sums.held[0].shape[1]
         return imbalance(rows_by_rank(self.sums.requests.length, self.homes[how], ranks))
 
 

@@ -176,6 +176,7 @@ def _show_layer_facts(console: Console, document: dict[str, Any]) -> None:
     columns = {"moved": "moved", "origin": "found by", "objective": "objective", "validation_gain": "gain"}
     columns = {key: name for key, name in columns.items() if any(facts[key] is not None for facts in layers.values())}
     states = ("contiguous", "placed") if document["tables"] else ()
+    copied = [len(facts["copied"]) for facts in layers.values()]
     rows = [
         [
             name,
@@ -185,7 +186,13 @@ def _show_layer_facts(console: Console, document: dict[str, Any]) -> None:
         for name, facts in layers.items()
     ]
     console.table(f"placement on {document['ranks']} ranks", ["layer", *columns.values(), *states], rows)
-    _say(console, "moved: experts on another rank than in a contiguous placement")
+    _say(console, "moved: experts without a slot on their rank of a contiguous placement")
+    if any(copied):
+        _say(
+            console,
+            f"{document['slots']} slots: {min(copied)} to {max(copied)} experts of a layer have several, which are "
+            "taken to share their load equally",
+        )
     if document["validation_gain"] is not None:
         _say(console, f"gain: over contiguous on validation blocks; mean {document['validation_gain']:.4f}")
     if document["tables"]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from smoe_cli.evaluation import STATES
 from smoe_cli.folder import CHECKPOINT, EVALUATION, MAP, PLACEMENT, TABLES
-from smoe_cli.placement import read_placement
+from smoe_cli.placement import contiguous_placement, read_placement
 from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import describe_identity
@@ -131,23 +131,26 @@ def _placement(artefact: Artefact) -> dict[str, Any]:
     solved = _solver_lines(artefact)
     tables = _source_tables(artefact)
     experts, ranks = placement.num_experts, placement.num_ranks
-    contiguous = np.arange(experts) // (experts // ranks)
+    contiguous = contiguous_placement(placement.layer_ids, experts, ranks).hosts[0]
     layers = {}
-    for number, to_rank in zip(placement.layer_ids, placement.expert_to_rank, strict=True):
+    for number, hosts in zip(placement.layer_ids, placement.hosts, strict=True):
         line = solved.get(number, {})
         facts: dict[str, Any] = {key: line.get(key) for key in ("origin", "objective", "validation_gain")}
-        facts |= {"num_experts": experts, "moved": int((to_rank != contiguous).sum())}
+        slots = hosts.sum(axis=1)
+        facts |= {"num_experts": experts, "moved": int((contiguous & ~hosts).sum())}
+        facts |= {"copied": {int(expert): int(slots[expert]) for expert in np.flatnonzero(slots > 1)}}
         facts |= {"rank_imbalance": {"contiguous": None, "placed": None}, "top_k": None}
         layer = next((layer for layer in tables.layers if layer.id == number), None) if tables else None
         if tables and layer:
             load = tables.statistics(layer)["popularity"].sum(axis=0)
-            by_rank = {"contiguous": contiguous, "placed": to_rank}
-            found = {name: _imbalance(np.bincount(ranked, load, ranks)) for name, ranked in by_rank.items()}
+            by_rank = {"contiguous": contiguous, "placed": hosts}
+            found = {name: _imbalance((load / held.sum(axis=1)) @ held) for name, held in by_rank.items()}
             facts |= {"rank_imbalance": found, "top_k": layer.top_k}
         layers[str(number)] = facts
     gains = [line["validation_gain"] for line in solved.values()]
     return {
         "ranks": ranks,
+        "slots": placement.physical_to_logical.shape[1],
         "layers": layers,
         "tables": str(tables.artefact.path) if tables else None,
         "validation_gain": sum(gains) / len(gains) if gains else None,

@@ -74,12 +74,14 @@ class Draft:
     """An artefact being written: put files under `path`, or under `record` beside the manifest.
 
     parameters go into the manifest and may grow while writing; `run` joins the volatile facts of run.json.
+    hashes: sha256 of files, by name, that were hashed as they were written.
     """
 
     path: Path
     record: Path
     parameters: dict[str, Any]
     run: dict[str, Any] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 def open_artefact(path: Path, kind: str, *, hashes: bool = False) -> Artefact:
@@ -183,7 +185,7 @@ def publish(
     started = time.monotonic()
     lock = _lock(staging)
     try:
-        _prepare(staging, resume)
+        _prepare(staging, staging / record, resume)
         draft = Draft(staging, staging / record, dict(parameters))
         draft.record.mkdir(exist_ok=True)
         yield draft
@@ -196,7 +198,7 @@ def publish(
             "versions": library_versions(),
             "model": model,
             "parents": [{"kind": parent.kind, "id": parent.id} for parent in parents],
-            "files": _file_table(staging),
+            "files": _file_table(staging, draft.hashes),
         }
         run = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -238,10 +240,10 @@ def _lock(staging: Path) -> int:
     return lock
 
 
-def _prepare(staging: Path, resume: dict[str, Any] | None) -> None:
+def _prepare(staging: Path, record: Path, resume: dict[str, Any] | None) -> None:
     """Empty what a killed run left in the staging folder, unless it was this very run."""
     key = staging / RESUME_KEY
-    if resume is not None and key.exists() and not (staging / "manifest.json").exists():
+    if resume is not None and key.exists() and not (record / "manifest.json").exists():
         try:
             if read_json(key) == json.loads(json.dumps(resume)):
                 return
@@ -267,15 +269,16 @@ def staging_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _file_table(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file, each fsynced on the way."""
+def _file_table(folder: Path, known: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of every file, each fsynced on the way. known: sha256 by name, where it need not be computed."""
     table = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.relative_to(folder).parts[0].startswith(SCRATCH):
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        table[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        name = path.relative_to(folder).as_posix()
+        table[name] = {"bytes": path.stat().st_size, "sha256": known.get(name) or file_hash(path)}
     return table
 
 

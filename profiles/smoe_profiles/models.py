@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from smoe_profiles.errors import InputError, MachineError
 from smoe_profiles.families.config import ModelSpec, read_spec
-from smoe_profiles.families.table import FAMILIES, Disk
+from smoe_profiles.families.schema import Disk
+from smoe_profiles.families.table import FAMILIES
 from smoe_profiles.tensors import CheckpointFiles, Shard, TensorInfo, as_float32, open_checkpoint, read_json, read_shard
 
 BUNDLED = Path(__file__).parent / "tiny"

@@ -48,8 +48,8 @@ class Samples:
 
     token_id: [N], UNKNOWN_TOKEN where it is not known; experts: [N, K]; block_start: [B + 1], block b is rows
     block_start[b] .. block_start[b + 1]; phase: [N] index into PHASES, source: [B] the source of each block, both None
-    in tables of before they were kept; early: ids and logits of the early gate, [N, M] both, zeros and NaN in rows where
-    it was not asked; None where it never was.
+    in tables of before they were kept; early: ids and logits of the early gate, [N, M] both, zeros and NaN in rows
+    where it was not asked; None where it never was.
     """
 
     token_id: UInt32Array

@@ -7,6 +7,7 @@ beside it down to the logits. The source drives the pass, so masks and rotary em
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,54 +16,27 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from smoe_cli.checkpoint.comparison import Choice, RoutingReport, compare_layer, hidden_of, watched
 from smoe_profiles.capture.points import capture_points
-from smoe_profiles.capture.recorder import Recorder
 from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.families.config import ModelSpec, MoeLayer
 from smoe_profiles.models import Model, disk_names
 from smoe_profiles.tensors import Shard, TensorInfo, as_float32
 
-TOLERANCE = 1e-5
-"""Largest accepted difference, of the largest magnitude: summation order differs after a permutation."""
 BYTES_ONLY = "smoe verify --tensors-only proves its tensors."
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One MoE layer: tokens whose experts differ, tokens excused as ties, largest output difference of the scale."""
-
-    layer: int
-    tokens: int
-    mismatches: int
-    ties: int
-    max_error: float
-
-    @property
-    def passed(self) -> bool:
-        return not self.mismatches and self.max_error <= TOLERANCE
-
-
-@dataclass
-class RoutingReport:
-    """All MoE layers, and the logits at the end of both streams (tokens after a tie are left out, and counted)."""
-
-    layers: list[LayerReport] = field(default_factory=list)
-    logit_tokens: int = 0
-    logits_excused: int = 0
-    logit_max_error: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        return self.logit_max_error <= TOLERANCE and all(layer.passed for layer in self.layers)
 
 
 class LayerLoader:
     """A model on the meta device whose parts are filled from its files, in float32, and emptied again."""
 
     def __init__(self, model: Model) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model.local_folder(), local_files_only=True).get_text_config()
+        config = AutoConfig.from_pretrained(model.local_folder(), local_files_only=True)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model.spec.family.nested:
+            raise ImpossibleError(
+                f"a model of {model.spec.family.model_type} cannot be run layer by layer. {BYTES_ONLY}"
+            )
         config.dtype = torch.float32
         with torch.device("meta"):
             self.module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
@@ -96,10 +70,6 @@ class LayerLoader:
         head.load_state_dict({"weight": weight}, assign=True)
         return head
 
-    def router(self, layer: MoeLayer) -> torch.Tensor:
-        """A layer's router weights, [E, H]."""
-        return self._read(self.disk.router_names(layer.id)[0])
-
     def _value(self, name: str) -> torch.Tensor:
         """A parameter by its name in memory."""
         for layer in self.spec.layers:
@@ -115,6 +85,8 @@ class LayerLoader:
             return self._read(names[family.router_in_memory().index(path)])
         block = self.disk.block.format(layer=layer.id)
         inner = path.removeprefix(f"{family.memory_block}.")
+        if f"{block}.{inner}" in self.tensors or not self.disk.parts:
+            return self._read(f"{block}.{inner}")
         *first, down = (f"{block}.experts.{{}}.{part}" for part in self.disk.parts)
         if inner in ("experts.gate_up_proj", "experts.up_proj"):
             experts = [[self._read(part.format(e)) for part in first] for e in range(layer.num_experts)]
@@ -137,7 +109,7 @@ class LayerLoader:
 
 @dataclass
 class _Comparison:
-    """The pass in progress: the copy's own hidden states [B, S, H], and which tokens [B, S] a tie has touched."""
+    """The pass in progress: the copy's own hidden states [B, S, H], and the source's choice in the layer that runs."""
 
     source: LayerLoader
     copy: LayerLoader
@@ -145,73 +117,28 @@ class _Comparison:
     progress: Callable[[int], None]
     hidden: torch.Tensor
     report: RoutingReport = field(default_factory=RoutingReport)
-    excused: torch.Tensor | None = None
-    chosen: torch.Tensor | None = None
-    _recorder: Recorder | None = None
+    _seen: list[torch.Tensor] = field(default_factory=list)
+    _watching: ExitStack = field(default_factory=ExitStack)
 
     def before(self, index: int) -> None:
         self.source.fill(f"model.layers.{index}")
         if index in self.logical_of:
-            self._recorder = Recorder([self.source.points[index]])
-            self._recorder.__enter__()
+            self._seen = self._watching.enter_context(watched(self.source.points[index]))
 
     def after(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        wanted = _hidden(output)
-        chosen, inputs = None, None
-        if self._recorder is not None:
-            chosen, inputs = self._recorder.take().ids.long(), self._recorder.inputs(0)
-            self._recorder.__exit__()
-            self._recorder = None
+        self._watching.close()
         twin = self.copy.fill(f"model.layers.{index}")
-        if chosen is not None and inputs is not None:
-            with Recorder([self.copy.points[index]]) as recorder:
-                given = _hidden(twin(args[0], *args[1:], **kwargs))
-                physical = recorder.take().ids.long()
-            logical = torch.from_numpy(self.logical_of[index])[physical]
-            self._compare(index, chosen, logical, inputs, wanted, given)
-        self.hidden = _hidden(twin(self.hidden, *args[1:], **kwargs))
+        if index in self.logical_of:
+            with watched(self.copy.points[index]) as seen:
+                given = hidden_of(twin(*args, **kwargs))
+            one = Choice(self._seen[0], self._seen[1], hidden_of(output))
+            other = Choice(seen[0], seen[1], given)
+            report, ties = compare_layer(self.source.points[index], one, other, self.logical_of[index])
+            self.report.add(report, ties, given.shape[:2])
+        self.hidden = hidden_of(twin(self.hidden, *args[1:], **kwargs))
         self.source.layers[index].to("meta")
         twin.to("meta")
         self.progress(1)
-
-    def _compare(
-        self,
-        index: int,
-        chosen: torch.Tensor,
-        logical: torch.Tensor,
-        inputs: torch.Tensor,
-        wanted: torch.Tensor,
-        given: torch.Tensor,
-    ) -> None:
-        """Same input, both layers. chosen, logical: [T, K] expert ids; inputs: [T, H] of the router."""
-        layer = next(layer for layer in self.source.spec.layers if layer.id == index)
-        differ = (chosen.sort(dim=1).values != logical.sort(dim=1).values).any(dim=1)
-        ties = torch.zeros_like(differ)
-        for row in differ.nonzero()[:, 0]:
-            ties[row] = _is_tie(chosen[row], logical[row], inputs[row] @ self.source.router(layer).T)
-        error = (given - wanted).abs().reshape(len(differ), -1).max(dim=1).values / wanted.abs().max()
-        self.report.layers.append(
-            LayerReport(
-                layer=index,
-                tokens=len(differ),
-                mismatches=int((differ & ~ties).sum()),
-                ties=int(ties.sum()),
-                max_error=float(error[~ties].max()) if (~ties).any() else 0.0,
-            )
-        )
-        touched = ties.reshape(wanted.shape[:2]).cumsum(dim=1) > 0
-        self.excused = touched if self.excused is None else self.excused | touched
-
-
-def _hidden(output: Any) -> torch.Tensor:
-    value: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return value
-
-
-def _is_tie(one: torch.Tensor, other: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether two choices of experts differ only among experts of equal logits, within rounding."""
-    odd = torch.tensor(sorted(set(one.tolist()) ^ set(other.tolist())))
-    return bool(logits[odd].max() - logits[odd].min() <= TOLERANCE * logits.abs().max())
 
 
 def compare_routing(
@@ -225,28 +152,35 @@ def compare_routing(
 
     physical_to_logical: [L, E]; input_ids: [B, S]; progress(1) after each decoder layer.
     """
-    logical_of = {layer.id: physical_to_logical[i] for i, layer in enumerate(source.spec.layers)}
     one, two = LayerLoader(source), LayerLoader(copy)
-    tokens = torch.from_numpy(input_ids)
+    logical_of = {layer.id: physical_to_logical[i] for i, layer in enumerate(source.spec.layers)}
+    try:
+        with torch.inference_mode():
+            return _run(one, two, logical_of, torch.from_numpy(input_ids), progress)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ImpossibleError(
+            f"{type(one.module).__name__} cannot be run layer by layer ({reason}). {BYTES_ONLY}"
+        ) from error
+
+
+def _run(
+    one: LayerLoader,
+    two: LayerLoader,
+    logical_of: dict[int, npt.NDArray[np.int64]],
+    tokens: torch.Tensor,
+    progress: Callable[[int], None],
+) -> RoutingReport:
     one.fill("model.embed_tokens")
-    with torch.inference_mode():
-        comparison = _Comparison(one, two, logical_of, progress, hidden=two.fill("model.embed_tokens")(tokens))
+    comparison = _Comparison(one, two, logical_of, progress, hidden=two.fill("model.embed_tokens")(tokens))
     for index, layer in enumerate(one.layers):
         layer.register_forward_pre_hook(lambda _module, _args, i=index: comparison.before(i))
         layer.register_forward_hook(
             lambda _module, args, kwargs, output, i=index: comparison.after(i, args, kwargs, output), with_kwargs=True
         )
     one.fill("model.norm")
-    with torch.inference_mode():
-        try:
-            last = one.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        except NotImplementedError as error:
-            raise ImpossibleError(f"{type(one.module).__name__} cannot be run layer by layer ({error}).") from error
-        wanted = one.fill_head()(last)
-        given = two.fill_head()(two.fill("model.norm")(comparison.hidden))
-    excused = comparison.excused if comparison.excused is not None else torch.zeros(wanted.shape[:2], dtype=torch.bool)
-    difference = (wanted - given).abs().max(dim=-1).values / wanted.abs().max()
-    report = comparison.report
-    report.logit_tokens, report.logits_excused = excused.numel(), int(excused.sum())
-    report.logit_max_error = float(difference[~excused].max()) if (~excused).any() else 0.0
-    return report
+    last = one.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    wanted = one.fill_head()(last)
+    given = two.fill_head()(two.fill("model.norm")(comparison.hidden))
+    comparison.report.compare_logits(wanted, given)
+    return comparison.report

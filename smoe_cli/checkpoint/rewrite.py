@@ -1,43 +1,48 @@
-"""The streaming rewrite: a checkpoint with its experts renumbered, bytes untouched except the routers' row order.
+"""What a regrouped checkpoint must hold, byte by byte: planned before anything is written, read in chunks.
 
-No model class is involved. Experts stored one tensor each keep their place in the file and change their name; router
-rows are permuted; everything else is copied byte for byte. One chunk is in memory at a time.
+No model class is involved. Experts stored one tensor each keep their place in the file and change their name; fused
+experts and router rows are read in another order; tables of expert numbers are renumbered; everything else is copied.
 """
 
-import json
-import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.checkpoint.layouts import Claim, Role, claim_tensors, new_name, permute_rows
+from smoe_cli.checkpoint.layouts import Layout, Role, claim_tensors, new_name, renumber, row_order
+from smoe_cli.checkpoint.settings import ExpertNames, named_experts, settings_files
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
-from smoe_profiles.models import Model
-from smoe_profiles.tensors import INDEX, CheckpointFiles, Shard, TensorInfo, encode_header, read_json
+from smoe_profiles.models import Model, disk_names
+from smoe_profiles.tensors import CheckpointFiles, Shard, TensorInfo
 
-CHUNK = 16 << 20
-SINGLE_EXPERT = re.compile(r"experts\\?\.[\d(\[]")
-"""A name or pattern for some of the experts, as quantisation settings may hold."""
+CHUNK = 8 << 20
+"""Bytes read at once: a multiple of every integer's size."""
+PROCESS_BYTES = 240_000_000
+"""What the interpreter and its libraries hold without any tensor, measured."""
 STALE_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+RECORD = "smoe"
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A checkpoint to rewrite and how. physical_to_logical: [L, E]."""
+    """A checkpoint to rewrite and how. physical_to_logical: [L, E], slots of the copy to experts of the source.
+
+    state: (size, time of change) of every shard when it was planned.
+    """
 
     model: Model
     files: CheckpointFiles
-    claims: dict[str, Claim]
+    layout: Layout
     physical_to_logical: npt.NDArray[np.int64]
+    logical_to_physical: npt.NDArray[np.int64]
+    names: ExpertNames
+    state: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def logical_to_physical(self) -> npt.NDArray[np.int64]:
-        return np.argsort(self.physical_to_logical, axis=1)
+    def new_name(self, tensor: TensorInfo) -> str:
+        return new_name(tensor.name, self.layout.claims[tensor.name], self.logical_to_physical)
 
     def side_files(self) -> list[Path]:
         """Every file that is not a weight, relative to the folder: config, tokenizer, licence, code."""
@@ -49,8 +54,15 @@ class Rewrite:
             if path.suffix not in STALE_WEIGHTS
             and not path.name.endswith(".index.json")
             and not path.parts[0].startswith(".")
-            and path.parts[0] != "smoe"
+            and path.parts[0] != RECORD
         ]
+
+    def side_bytes(self, path: Path) -> bytes:
+        """What the copy of a side file must hold: its own bytes, experts' names in settings renumbered."""
+        data = (self.files.folder / path).read_bytes()
+        if self.files.folder / path not in settings_files(self.files.folder):
+            return data
+        return self.names.renumber(data.decode("utf-8"), self.logical_to_physical).encode()
 
     def left_out(self) -> list[str]:
         """Other copies of the weights that lie beside the shards; copying them would leave stale experts behind."""
@@ -61,116 +73,119 @@ class Rewrite:
             for path in sorted(folder.rglob("*"))
             if path.suffix in STALE_WEIGHTS
             and path.relative_to(folder).as_posix() not in shards
-            and path.relative_to(folder).parts[0] != "smoe"
+            and path.relative_to(folder).parts[0] != RECORD
         ]
+
+    def expected_bytes(self, shard: Shard, tensor: TensorInfo) -> Iterator[bytes]:
+        """A source tensor's bytes as the copy must hold them, in chunks.
+
+        Raises InputError if the file ends inside it, or a table holds a number that is no expert's.
+        """
+        claim = self.layout.claims[tensor.name]
+        if claim.role is Role.PERMUTED:
+            yield from _read_rows(shard, tensor, row_order(claim, self.physical_to_logical))
+            return
+        for chunk in read_chunks(shard, tensor, tensor.start, tensor.nbytes):
+            if claim.role is Role.RENUMBERED:
+                yield renumber(chunk, tensor, self.logical_to_physical[claim.layer])
+            else:
+                yield chunk
+
+    def check_unchanged(self) -> None:
+        """Raises InputError if a shard of the source changed since the plan was made."""
+        for name, state in shard_states(self.files).items():
+            if self.state[name] != state:
+                raise InputError(f"{self.files.folder / name} changed while it was read; regroup again.")
+
+    def peak_bytes(self, jobs: int) -> int:
+        """About how much memory writing takes: chunks only, each in a few hands at once."""
+        largest = max((tensor.nbytes for _, tensor in self.files), default=0)
+        return PROCESS_BYTES + min(jobs, len(self.files.shards)) * 3 * min(largest, CHUNK)
+
+
+def shard_states(files: CheckpointFiles) -> dict[str, tuple[int, int]]:
+    """(size, time of change in ns) of every shard by name."""
+    facts = {shard.path.name: shard.path.stat() for shard in files.shards}
+    return {name: (found.st_size, found.st_mtime_ns) for name, found in facts.items()}
 
 
 def expected_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64]) -> Rewrite:
     """What a regrouped checkpoint must hold. physical_to_logical: [L, E].
 
     Raises InputError for a damaged checkpoint or a map that is no permutation of the model's experts, ImpossibleError
-    for tensors no rule claims.
+    for tensors no rule claims or settings whose experts cannot be told.
     """
     _check_map(model, physical_to_logical)
     files = model.files()
-    return Rewrite(model, files, claim_tensors(model, files), physical_to_logical)
+    disk = disk_names(model, files.by_name())
+    blocks = tuple(disk.block.format(layer=layer.id) for layer in model.spec.layers)
+    names = ExpertNames(blocks, model.spec.layers[0].num_experts)
+    layout = claim_tensors(model, files, named_experts(files.folder, names))
+    inverse = np.argsort(physical_to_logical, axis=1)
+    return Rewrite(model, files, layout, physical_to_logical, inverse, names, shard_states(files))
 
 
-def plan_rewrite(model: Model, physical_to_logical: npt.NDArray[np.int64], target: Path) -> Rewrite:
+def plan_rewrite(
+    model: Model, physical_to_logical: npt.NDArray[np.int64], target: Path, staged_bytes: int = 0
+) -> Rewrite:
     """Check everything that can be checked before the first byte is written.
 
-    Raises InputError for a damaged checkpoint, ImpossibleError for tensors no rule claims or settings that name single
-    experts, MachineError for a disk too small.
+    staged_bytes: what an interrupted run has written already.
+    Raises what `expected_rewrite` does, ImpossibleError for a target that touches the source, MachineError for a disk
+    too small.
     """
     files = model.files()
-    source, end = files.folder.resolve(), target.resolve()
-    if source == end or source in end.parents or end in source.parents:
-        raise ImpossibleError(f"{target} and the model's folder {files.folder} lie inside each other; use another -C.")
-    if any(SINGLE_EXPERT.search(text) for text in _strings(read_json(files.folder / "config.json"))):
-        raise ImpossibleError(
-            f"{files.folder / 'config.json'} names single experts; renumbering them is not supported."
-        )
+    end = target.resolve()
+    for source in {path.resolve() for shard in files.shards for path in (files.folder, shard.path.resolve().parent)}:
+        if source == end or source in end.parents or end in source.parents:
+            raise ImpossibleError(
+                f"{target} and the model's folder {files.folder} lie inside each other; use another -C."
+            )
     rewrite = expected_rewrite(model, physical_to_logical)
-    free = shutil.disk_usage(target.parent).free
-    if free < files.nbytes * 1.01 + 1e6:
+    needed, free = rewrite.files.nbytes * 1.01 + 1e6 - staged_bytes, shutil.disk_usage(target.parent).free
+    if free < needed:
         raise MachineError(
-            f"the disk of {target.parent} is too full: {files.nbytes:,} bytes are needed, {free:,} are free."
+            f"the disk of {target.parent} is too full: {needed:,.0f} bytes are needed, {free:,} are free."
         )
     return rewrite
 
 
 def _check_map(model: Model, physical_to_logical: npt.NDArray[np.int64]) -> None:
-    experts = model.spec.layers[0].num_experts
-    if physical_to_logical.shape != (len(model.spec.layers), experts):
+    layers = model.spec.layers
+    sizes = sorted({layer.num_experts for layer in layers})
+    if len(sizes) > 1:
+        raise ImpossibleError(f"{model.name} has MoE layers of {sizes} experts; one map has as many in every layer.")
+    if physical_to_logical.shape != (len(layers), sizes[0]):
         raise InputError(
             f"the map has shape {list(physical_to_logical.shape)}; "
-            f"the model has {len(model.spec.layers)} MoE layers of {experts} experts."
+            f"the model has {len(layers)} MoE layers of {sizes[0]} experts."
         )
-    if (np.sort(physical_to_logical, axis=1) != np.arange(experts)).any():
+    if (np.sort(physical_to_logical, axis=1) != np.arange(sizes[0])).any():
         raise InputError("the map does not name every expert of a layer exactly once.")
 
 
-def _strings(content: Any) -> Iterator[str]:
-    """Every key and text of a JSON document."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict):
-        for key, value in content.items():
-            yield key
-            yield from _strings(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _strings(value)
-
-
-def write_checkpoint(rewrite: Rewrite, folder: Path, progress: Callable[[int], None]) -> None:
-    """Write shards, side files and last the index, rebuilt from the written headers; progress(bytes)."""
-    weight_map = {}
-    for shard in rewrite.files.shards:
-        for name in _write_shard(rewrite, shard, folder / shard.path.name, progress):
-            weight_map[name] = shard.path.name
-    for path in rewrite.side_files():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(rewrite.files.folder / path, folder / path)
-    if rewrite.files.has_index:
-        index = read_json(rewrite.files.folder / INDEX)
-        index["weight_map"] = dict(sorted(weight_map.items()))
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_shard(rewrite: Rewrite, shard: Shard, path: Path, progress: Callable[[int], None]) -> list[str]:
-    names = [
-        new_name(tensor.name, rewrite.claims[tensor.name], rewrite.logical_to_physical) for tensor in shard.tensors
-    ]
-    entries = [
-        (name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in zip(names, shard.tensors, strict=True)
-    ]
-    with path.open("xb") as file:
-        file.write(encode_header({"format": "pt"} | shard.metadata, entries))
-        for tensor in shard.tensors:
-            for chunk in expected_bytes(rewrite, shard, tensor):
-                file.write(chunk)
-                progress(len(chunk))
-    return names
-
-
-def expected_bytes(rewrite: Rewrite, shard: Shard, tensor: TensorInfo) -> Iterator[bytes]:
-    """A source tensor's bytes as the regrouped checkpoint must hold them, in chunks."""
-    claim = rewrite.claims[tensor.name]
-    if claim.role is Role.PERMUTED:
-        yield permute_rows(shard.read(tensor), rewrite.physical_to_logical[claim.layer])
-    else:
-        yield from read_chunks(shard, tensor)
-
-
-def read_chunks(shard: Shard, tensor: TensorInfo) -> Iterator[bytes]:
-    """A tensor's bytes in chunks. Raises InputError if the file ends inside it."""
-    left = tensor.nbytes
-    with shard.path.open("rb") as file:
-        file.seek(tensor.start)
-        while left:
-            chunk = file.read(min(CHUNK, left))
+def read_chunks(shard: Shard, tensor: TensorInfo, start: int, count: int) -> Iterator[bytes]:
+    """Bytes of a tensor from a place in its file on, in chunks. Raises InputError if the file ends inside."""
+    with shard.path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while count:
+            chunk = file.read(min(CHUNK, count))
             if not chunk:
-                raise InputError(f"{shard.path} ends inside tensor {tensor.name}; the file is cut short.")
-            left -= len(chunk)
+                raise _cut_short(shard, tensor)
+            count -= len(chunk)
             yield chunk
+
+
+def _read_rows(shard: Shard, tensor: TensorInfo, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    """A tensor's rows in another order; small ones through one read, so that a router is not a thousand."""
+    width = tensor.nbytes // len(order)
+    if tensor.nbytes <= CHUNK:
+        rows = np.frombuffer(shard.read(tensor), np.uint8).reshape(len(order), width)
+        yield rows[order].tobytes()
+        return
+    for row in order:
+        yield from read_chunks(shard, tensor, tensor.start + int(row) * width, width)
+
+
+def _cut_short(shard: Shard, tensor: TensorInfo) -> InputError:
+    return InputError(f"{shard.path} ends inside tensor {tensor.name}; the file is cut short.")

@@ -50,7 +50,7 @@ def evaluate(
     """Measure a placement on held-out tokens in six states: writes evaluation-epG/ (replacing an older one)."""
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.evaluation import measure_placement
-    from smoe_cli.folder import CHECKPOINT, MAP, TABLES, TRACE, choose_placement, sibling
+    from smoe_cli.folder import TABLES, TRACE, applied, choose_placement
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
 
@@ -69,8 +69,7 @@ def evaluate(
         arrivals=requests,
         console=common.console,
     )
-    applied = any(sibling(chosen.path, kind).exists() for kind in (CHECKPOINT, MAP))
-    following = None if applied else common.next(f"smoe regroup --placement {chosen.path.name}")
+    following = None if applied(chosen) else common.next(f"smoe regroup --placement {chosen.path.name}")
     shown, judge = (show_requests, Predictor.TOKEN) if mode is Mode.DP_EP else (show_tokens, predictors[0])
     common.console.result(document, lambda: shown(common.console, document), following)
     total = document[mode]["total"] if mode is Mode.DP_EP else document["total"]

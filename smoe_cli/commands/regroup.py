@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from smoe_cli.options import Common, DryRunOption, ForceOption, HashesOption, ModelOption, PlacementOption
+from smoe_cli.options import (
+    Common,
+    DryRunOption,
+    ForceOption,
+    HashesOption,
+    JobsOption,
+    ModelOption,
+    PlacementOption,
+)
 
 
 class Layout(StrEnum):
@@ -21,17 +29,33 @@ def regroup(
     placement: PlacementOption = None,
     model: ModelOption = None,
     layout: Annotated[Layout, typer.Option("--layout", help="auto decides and says why.")] = Layout.AUTO,
+    inverse: Annotated[
+        bool, typer.Option("--inverse", help="Write a regrouped checkpoint back under its source's numbers.")
+    ] = False,
+    jobs: JobsOption = 0,
     hashes: HashesOption = False,
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Apply a placement: writes checkpoint-epG/, or map-epG/ where a checkpoint would be another function."""
-    from smoe_cli.folder import choose_placement
-    from smoe_cli.regrouping import regroup_model
+    from smoe_cli.errors import UsageError
+    from smoe_cli.folder import CHECKPOINT, choose_placement, sibling
+    from smoe_cli.regrouping import regroup_model, restore_model
+    from smoe_profiles.models import find_model
 
-    chosen = choose_placement(common.dir, placement, hashes=hashes)
-    document = regroup_model(
-        chosen, common.dir, model, layout.value, force=force, dry_run=dry_run, console=common.console
-    )
-    following = None if dry_run else common.next(f"smoe verify --placement {chosen.path.name}")
-    common.console.result(document, lambda: common.console.line(str(document["message"])), following)
+    if inverse and layout is not Layout.AUTO:
+        raise UsageError("--inverse writes a checkpoint; leave --layout out.")
+    following = None
+    if inverse:
+        regrouped = model or str(sibling(choose_placement(common.dir, placement, hashes=hashes).path, CHECKPOINT))
+        document = restore_model(
+            find_model(regrouped), common.dir, jobs=jobs, force=force, dry_run=dry_run, console=common.console
+        )
+    else:
+        chosen = choose_placement(common.dir, placement, hashes=hashes)
+        document = regroup_model(
+            chosen, common.dir, model, layout.value, jobs=jobs, force=force, dry_run=dry_run, console=common.console
+        )
+        following = None if dry_run else common.next(f"smoe verify --placement {chosen.path.name}")
+    text = f"would write {document['message']} {document.get('cost', '')}" if dry_run else document["message"]
+    common.console.result(document, lambda: common.console.line(str(text).rstrip()), following)

@@ -6,6 +6,8 @@ import typer
 
 from smoe_cli.options import Common, HashesOption, ModelOption, PlacementOption
 
+LISTED = 5
+
 
 def verify(
     common: Common,
@@ -17,10 +19,10 @@ def verify(
     tensors_only: Annotated[bool, typer.Option("--tensors-only", help="Compare bytes only, run no layer.")] = False,
     hashes: HashesOption = False,
 ) -> None:
-    """Compare the regrouped checkpoint with its source: every tensor, then every layer's routing and the logits."""
+    """Compare what regroup wrote with its source: every byte, then every layer's routing, the logits and the text."""
     from smoe_cli.errors import CheckFailedError
     from smoe_cli.folder import choose_placement
-    from smoe_cli.regrouping import verify_model
+    from smoe_cli.verifying import verify_model
 
     chosen = choose_placement(common.dir, placement, hashes=hashes)
     document = verify_model(
@@ -32,22 +34,45 @@ def verify(
         return
     if common.console.json:
         common.console.result(document, lambda: None)
-    listed = "; ".join(document["failures"][:5])
-    more = f"; and {len(document['failures']) - 5} more" if len(document["failures"]) > 5 else ""
-    raise CheckFailedError(f"{document['path']} is not the same model: {listed}{more}.")
+    failed = next(found for found in _both(document) if found["failures"])
+    listed = "; ".join(failed["failures"][:LISTED])
+    more = f"; and {len(failed['failures']) - LISTED} more" if len(failed["failures"]) > LISTED else ""
+    raise CheckFailedError(f"{failed['path']} is not the same model: {listed}{more}.")
+
+
+def _both(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """A checkpoint's document, and that of the map beside it."""
+    return [document, document["map"]] if "map" in document else [document]
 
 
 def _summary(document: dict[str, Any]) -> str:
-    if document["layout"] == "map":
-        return f"{document['path']}: verified. A map rewrites nothing; it names every expert once and fits the model."
+    return "\n".join(
+        _map_summary(found) if found["layout"] == "map" else _checkpoint(found) for found in _both(document)
+    )
+
+
+def _map_summary(document: dict[str, Any]) -> str:
+    text = f"{document['path']}: verified. A map rewrites nothing; it names every expert once and fits the model"
+    routing = document["routing"]
+    if routing is None or not routing["layers"]:
+        return f"{text}; no layer was run."
+    error = max(layer["max_error"] for layer in routing["layers"])
+    return (
+        f"{text}; applied after routing in {len(routing['layers'])} MoE layers it changes no output by more than "
+        f"{error:.1e} of its scale ({routing['tokens']:,} tokens, {routing['prompts']})."
+    )
+
+
+def _checkpoint(document: dict[str, Any]) -> str:
     text = (
         f"{document['path']}: verified. {document['tensors']} tensors ({document['bytes']:,} bytes) equal under the map"
     )
     routing = document["routing"]
     if routing is None:
         return f"{text}; no layer was run (--tensors-only)."
+    greedy = f" and {routing['generated']} greedy tokens are equal" if routing["generated"] else ""
     return (
         f"{text}; {routing['tokens']:,} tokens ({routing['prompts']}) choose the same experts in all "
         f"{len(routing['layers'])} MoE layers, {routing['ties']} ties; logits differ by at most "
-        f"{routing['logit_max_error']:.1e} of their scale."
+        f"{routing['logit_max_error']:.1e} of their scale{greedy}."
     )

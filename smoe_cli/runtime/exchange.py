@@ -62,7 +62,8 @@ class Received:
 class Exchange(Protocol):
     """The collectives of a layer. All ranks call the same ones in the same order with the same T.
 
-    Sums are fp32, in rank order 0 .. G-1, rounded once; so every implementation gives the same bits.
+    Sums are fp32, in rank order 0 .. G-1, rounded once; so every implementation gives the same bits. What `dispatch`
+    returns holds until `combine`, what `all_gather` returns until the next `all_gather`: copy what must last longer.
     """
 
     rank: int

@@ -23,10 +23,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Work:
-    """Something to time: `run` does it `calls` times."""
+    """Something to time: `run` does it `calls` times. once: what a graph's replay needs alive, its tensors' owner."""
 
     run: Callable[[], object]
     calls: int
+    once: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class Clock:
             once()
         self._meet()
         if capture is None:
-            return Work(several, calls)
+            return Work(several, calls, once)
         graph = torch.cuda.CUDAGraph()
         with capture(graph):
             several()
-        return Work(graph.replay, calls)
+        return Work(graph.replay, calls, once)
 
     def seconds(self, works: Mapping[Name, Work]) -> dict[Name, float]:
         """Seconds of one call of each, timed in turns."""

@@ -1,7 +1,8 @@
 """Assignment of tokens to ranks under a quota: the exact one and the rule that is served (design 4.1).
 
 Axes: T tokens, G ranks, M entries of a block (a kind of row and how often it occurs), U kinds. Scores are integers, so
-that every rank computes the same plan.
+that every rank computes the same plan. The rule is stated here and computed again on the device, to the same integers,
+by smoe_cli/runtime/plan.py and plan_kernel.py: the constants below are part of it.
 """
 
 import numpy as np
@@ -16,6 +17,18 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
 _INFINITE = np.int64(1) << 60
+
+COARSE_ROUNDS = 8
+"""Price rounds whose noise halves from 128 score units to one; the price moves by half the noise at most."""
+FINE_ROUNDS = 24
+"""Price rounds of signed steps after them."""
+UNIT = 256
+"""A score unit of the prices; below it stands one unit of noise, which splits tokens of equal scores."""
+FIRST_STEP = 2 * UNIT
+LAST_STEP = UNIT // 64
+COSTS = 4096
+"""Costs of moving are told apart up to here, in half octaves; between two ranks exactly."""
+LEVELS = 256
 
 
 @njit(cache=True)
@@ -188,19 +201,41 @@ def assign_exact(scores: npt.NDArray[np.integer], quota: int) -> Int32Array:
 
 
 def assign_rule(scores: UInt8Array, quota: int) -> Int32Array:
-    """The assignment that is served: regret rounds under the quota, then two passes of pairwise exchange.
+    """The assignment that is served: prices that balance the ranks, then what is still too much moves where it costs
+    least. Near exact; exact for two ranks in one chunk.
 
-    scores: [T, G] uint8. Returns token_to_rank: [T] int32; ties by position, then by lower rank.
-    Raises ValueError if quota * G < T. Cost: O(G * T * G) for at most G rounds, then two exchange passes.
+    scores: [T, G] uint8. Returns token_to_rank: [T] int32. Raises ValueError if quota * G < T. Batches beyond
+    `chunk_rows` are cut into chunks that are assigned alone, each under its part of the quota. Cost: at most 32 price
+    rounds and G rounds of moves, O(T * G) each, no sort.
     """
     tokens, ranks = scores.shape
     _check_quota(tokens, ranks, quota)
-    wide = scores.astype(np.int32)
-    token_to_rank = _regret_rounds(wide, quota)
-    for _ in range(2):
-        if not _exchange_pass(wide, token_to_rank):
-            break
+    token_to_rank = np.zeros(tokens, np.int32)
+    if ranks == 1 or not tokens:
+        return token_to_rank
+    chunk_of_row = row_chunks(quota, ranks, -(-tokens // ranks))
+    chunk = np.repeat(chunk_of_row, ranks)[:tokens]
+    for number, rows in enumerate(np.bincount(chunk_of_row)):
+        members = np.flatnonzero(chunk == number)
+        token_to_rank[members] = _assign_chunk(scores[members], rows)
     return token_to_rank
+
+
+def chunk_rows(ranks: int) -> int:
+    """Rows of G consecutive tokens that are assigned together; a power of two of tokens that one GPU block can hold."""
+    return max(2040, (1 << 14) >> (ranks - 1).bit_length()) // ranks
+
+
+def row_chunks(quota: int, ranks: int, rows: int) -> Int64Array:
+    """The chunk of every row of G places, [quota]. rows: those that hold tokens.
+
+    Each run of as many rows as there are chunks gives one row to each chunk, in an order that changes from run to run,
+    so that a text that repeats itself does not fill one chunk.
+    """
+    chunks = max(1, -(-rows // chunk_rows(ranks)))
+    row = np.arange(quota)
+    chunk: Int64Array = (row + _mixed(row // chunks * 40503)) % chunks
+    return chunk
 
 
 def _check_quota(tokens: int, ranks: int, quota: int) -> None:
@@ -208,42 +243,127 @@ def _check_quota(tokens: int, ranks: int, quota: int) -> None:
         raise ValueError(f"{ranks} ranks with a quota of {quota} cannot hold {tokens} tokens")
 
 
-def _regret_rounds(scores: Int32Array, quota: int) -> Int32Array:
-    """Each round every open token asks for its best open rank; a rank takes those that would lose most elsewhere."""
+@njit(cache=True)
+def _mixed(number):  # type: ignore[no-untyped-def]
+    """Eight bits that look random, from the lower sixteen of a number."""
+    low = number & 0xFFFF
+    low = low ^ (low >> 7)
+    return ((low * 30011) & 0xFFFF) >> 8
+
+
+@njit(cache=True)
+def _best_ranks(value, noise, width, price, home, load):  # type: ignore[no-untyped-def]
+    """Every token to its best rank at these prices, ties to the lower; home: [N] and load: [G], out."""
+    tokens, ranks = value.shape
+    load[:] = 0
+    for t in range(tokens):
+        best = 0
+        highest = value[t, 0] + (width - 1) * noise[t, 0] - price[0]
+        for g in range(1, ranks):
+            offer = value[t, g] + (width - 1) * noise[t, g] - price[g]
+            if offer > highest:
+                best, highest = g, offer
+        home[t] = best
+        load[best] += 1
+
+
+@njit(cache=True)
+def _balancing_prices(value, noise, quota, home, load):  # type: ignore[no-untyped-def]
+    """Prices [G] at which few tokens are beyond the quota. value: [N, G] scores in UNIT with noise in them."""
+    ranks = value.shape[1]
+    price = np.zeros(ranks, np.int64)
+    inverse = (1 << 20) // quota  # on the device a division for every rank and round would cost more than the round
+    for r in range(COARSE_ROUNDS):
+        width = 1 << (COARSE_ROUNDS - 1 - r)
+        _best_ranks(value, noise, width, price, home, load)
+        if load.max() > quota:
+            for g in range(ranks):
+                filled = min(load[g], 2 * quota) * inverse >> 10  # 1024: as the quota says
+                price[g] += (width * UNIT // 2 * filled >> 10) - width * UNIT // 2
+    step, before = np.full(ranks, FIRST_STEP), np.zeros(ranks, np.int64)
+    best, fewest = price.copy(), np.int64(len(value) + 1)
+    for _ in range(FINE_ROUNDS):
+        _best_ranks(value, noise, 1, price, home, load)
+        beyond = np.maximum(load - quota, 0).sum()
+        if beyond < fewest:
+            best, fewest = price.copy(), beyond
+        if fewest <= quota * ranks >> 7:
+            break
+        for g in range(ranks):
+            side = np.sign(load[g] - quota)
+            if side * before[g] < 0:
+                step[g] = max(step[g] >> 1, LAST_STEP)
+            elif side * before[g] > 0:
+                step[g] += step[g] >> 2
+            price[g] += side * step[g]
+            before[g] = side
+    return best
+
+
+@njit(cache=True)
+def _level(cost, ranks):  # type: ignore[no-untyped-def]
+    """A cost to compare: between two ranks itself, else twice its binary logarithm, rounded down."""
+    if ranks == 2:
+        return cost
+    power, bits = 0, min(cost, COSTS - 1) + 1
+    while bits >> power > 1:
+        power += 1
+    return 2 * power + (2 * bits >> power) - 2
+
+
+@njit(cache=True)
+def _move_beyond(value, quota, home, load):  # type: ignore[no-untyped-def]
+    """Ranks beyond the quota give up the tokens that lose least on the best open rank, first positions first.
+
+    value: [N, G] less prices. Changes home and load. A rank that gave tokens up is full, so it happens once a rank.
+    """
+    tokens, ranks = value.shape
+    while load.max() > quota:
+        histogram = np.zeros((ranks, LEVELS), np.int64)
+        cost, target = np.zeros(tokens, np.int64), np.zeros(tokens, np.int32)
+        for t in range(tokens):
+            if load[home[t]] > quota:
+                best = -1
+                for g in range(ranks):
+                    if load[g] < quota and (best < 0 or value[t, g] > value[t, best]):
+                        best = g
+                target[t] = best
+                cost[t] = _level(value[t, home[t]] - value[t, best], ranks)
+                histogram[home[t], cost[t]] += 1
+        border, among = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        for g in range(ranks):
+            leaving = max(load[g] - quota, 0)
+            while histogram[g, border[g]] <= leaving and border[g] < LEVELS - 1:
+                leaving -= histogram[g, border[g]]
+                border[g] += 1
+            among[g] = leaving
+        full = load > quota
+        for t in range(tokens):
+            here = home[t]
+            if full[here] and (cost[t] < border[here] or (cost[t] == border[here] and among[here] > 0)):
+                among[here] -= cost[t] == border[here]
+                home[t] = target[t]
+                load[here] -= 1
+                load[target[t]] += 1
+
+
+@njit(cache=True)
+def _assign_chunk(scores, quota):  # type: ignore[no-untyped-def]
+    """The rule for tokens that are assigned together. scores: [N, G] uint8. Returns [N] int32.
+
+    Between two ranks the order of the costs alone is exact: no prices, and no noise that could change the order.
+    """
     tokens, ranks = scores.shape
-    token_to_rank = np.full(tokens, -1, np.int32)
-    room = np.full(ranks, quota, np.int64)
-    while (waiting := np.flatnonzero(token_to_rank < 0)).size:
-        open_ranks = np.flatnonzero(room)
-        offered = scores[np.ix_(waiting, open_ranks)]
-        wish = offered.argmax(axis=1)
-        best = offered[np.arange(len(waiting)), wish]
-        offered[np.arange(len(waiting)), wish] = -1
-        regret = best - np.maximum(offered.max(axis=1), 0)
-        for column, rank in enumerate(open_ranks):
-            asking = np.flatnonzero(wish == column)
-            taken = asking[np.argsort(-regret[asking], kind="stable")][: room[rank]]
-            token_to_rank[waiting[taken]] = rank
-            room[rank] -= len(taken)
-    return token_to_rank
-
-
-def _exchange_pass(scores: Int32Array, token_to_rank: Int32Array) -> bool:
-    """Swap tokens between every two ranks, best gains first, while a swap gains; changes token_to_rank in place."""
-    ranks = scores.shape[1]
-    changed = False
-    for p in range(ranks):
-        for q in range(p + 1, ranks):
-            ends = []
-            for here, there in ((p, q), (q, p)):
-                on = np.flatnonzero(token_to_rank == here)
-                gain = scores[on, there] - scores[on, here]
-                order = np.argsort(-gain, kind="stable")
-                ends.append((on[order], gain[order]))
-            (from_p, gain_p), (from_q, gain_q) = ends
-            pairs = min(len(from_p), len(from_q))
-            swaps = int(np.count_nonzero(gain_p[:pairs] + gain_q[:pairs] > 0))
-            token_to_rank[from_p[:swaps]] = q
-            token_to_rank[from_q[:swaps]] = p
-            changed |= swaps > 0
-    return changed
+    home, load = np.zeros(tokens, np.int32), np.zeros(ranks, np.int64)
+    noise, price = np.zeros((tokens, ranks), np.int64), np.zeros(ranks, np.int64)
+    value = scores.astype(np.int64) * (UNIT if ranks > 2 else 1)
+    if ranks > 2:
+        for t in range(tokens):
+            for g in range(ranks):
+                noise[t, g] = _mixed(t * 40503 + g * 24593)
+        value += noise
+        price = _balancing_prices(value, noise, quota, home, load)
+        value -= price
+    _best_ranks(value, noise, 1, np.zeros(ranks, np.int64), home, load)
+    _move_beyond(value, quota, home, load)
+    return home

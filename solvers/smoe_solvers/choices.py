@@ -10,14 +10,36 @@ class Goal(StrEnum):
     FANOUT = "fanout"
     BLEND = "blend"
     ILP = "ilp"
+    TIME = "time"
+
+
+class Mode(StrEnum):
+    """How a layer is run (design 1): what moves every row, and where a row lies when it is dispatched."""
+
+    AR_EP = "ar-ep"
+    SP_EP = "sp-ep"
+    SPECULATIVE = "speculative"
+    DP_EP = "dp-ep"
+    REPLICATED = "replicated"
 
 
 class Method(StrEnum):
-    """How to place: Cross-Entropy (all placements where they are few), the contiguous start, METIS x 40 seeds."""
+    """How to place: the Cross-Entropy search, a proof that nothing is better, or one of the methods to compare with.
+
+    Their modules in smoe_solvers/methods say what each does.
+    """
 
     CE = "ce"
-    CONTIGUOUS = "contiguous"
+    EXACT = "exact"
+    ILS = "ils"
+    KMEANS2D = "kmeans2d"
+    ALTERNATING = "alternating"
+    CE_PLAIN = "ce-plain"
+    SPECTRAL = "spectral"
     METIS = "metis"
+    MTKAHYPAR = "mtkahypar"
+    LOAD = "load"
+    CONTIGUOUS = "contiguous"
 
 
 class Effort(StrEnum):

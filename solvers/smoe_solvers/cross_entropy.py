@@ -1,11 +1,13 @@
 """The Cross-Entropy co-clustering: seeds, rounds of sampling around the incumbent, exact polish (solver_study.md 10).
 
-A row-stochastic matrix P[E, G] is the search distribution. Each round draws balanced placements from it, polishes the
-best, relabels the elite to the incumbent (ranks have no names) and moves P towards them. It stops by counts, never by
-the clock, so that one seed gives one plan.
+A row-stochastic matrix P[E, G] is the search distribution. Each round draws balanced placements from it, descends from
+the best of them and from kicks of the incumbent, relabels the elite to the incumbent (ranks have no names) and moves P
+towards them. It stops by counts, never by the clock unless it is asked to, so that one seed gives one plan.
 """
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,11 @@ from scipy.optimize import linear_sum_assignment
 
 from smoe_solvers.assignment import Int32Array, Int64Array
 from smoe_solvers.choices import Effort, Goal
-from smoe_solvers.descent import descend
-from smoe_solvers.objectives import score, search_view
+from smoe_solvers.descent import Descent
+from smoe_solvers.objectives import lower_bound, score, search_view
 from smoe_solvers.problem import Problem
 from smoe_solvers.seeds import pair_cut, soft_kmeans
+from smoe_solvers.settings import SETTINGS, Settings, settings_for
 
 POPULATION = 40
 ELITE_SHARE = 0.1
@@ -25,26 +28,9 @@ SMOOTHING = 0.5
 FLOOR = 0.02
 SEED_SHARE = 0.7
 STALE_ROUNDS = 8
-SEARCH_BLOCKS = 12
 PAIR_SEEDS = 5
-FINALISTS = 3
-
-
-@dataclass(frozen=True)
-class Settings:
-    """soft: random starts; polished: seeds given an exact descent; rounds of CE; elites polished in each round."""
-
-    soft: int
-    polished: int
-    rounds: int
-    elites_polished: int
-
-
-SETTINGS = {
-    Effort.FAST: Settings(soft=6, polished=2, rounds=0, elites_polished=0),
-    Effort.DEFAULT: Settings(soft=20, polished=3, rounds=10, elites_polished=2),
-    Effort.THOROUGH: Settings(soft=60, polished=8, rounds=40, elites_polished=6),
-}
+KICK_SWAPS = 4
+TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -68,13 +54,18 @@ class Stage:
 
 @dataclass
 class Solution:
-    """The chosen placement and the log of how the search came to it."""
+    """The chosen placement and the log of how the search came to it.
+
+    stopped: counts of what was done; reasons: why the rounds ended (`CrossEntropy.stop`); settings: how much to do.
+    """
 
     placement: Int32Array
     objective: float
     origin: str
     stages: list[Stage] = field(default_factory=list)
     stopped: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, int] = field(default_factory=dict)
 
 
 @njit(cache=True)
@@ -104,18 +95,28 @@ def _draw_balanced(probability, order, uniform, capacity):  # type: ignore[no-un
 
 @dataclass
 class CrossEntropy:
-    """The search distribution: ask for placements, tell their objectives.
+    """The search distribution: ask for placements, tell their objectives, stop when a reason is met.
 
-    probability: [E, G], rows sum to 1; incumbent: the best placement met, which fixes the rank labels.
+    probability: [E, G], rows sum to 1; incumbent: the best placement met, which fixes the rank labels; rounds: elites
+    told; stale: rounds since the incumbent changed or the search restarted; restarts: since the incumbent changed.
+    fresh: placements to restart from; met: the incumbents before.
     """
 
     problem: Problem
     incumbent: Candidate
     generator: np.random.Generator
+    settings: Settings = SETTINGS[Effort.DEFAULT]
+    fresh: list[Int32Array] = field(default_factory=list)
+    time_limit: float | None = None
     probability: npt.NDArray[np.float64] = field(init=False)
+    rounds: int = 0
     stale: int = 0
+    restarts: int = 0
+    met: list[Candidate] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.bound = lower_bound(self.problem)
         self.restart([self.incumbent.placement])
 
     def restart(self, around: list[Int32Array]) -> None:
@@ -134,13 +135,63 @@ class CrossEntropy:
         return placements[legal]
 
     def tell(self, elite: list[Candidate]) -> None:
-        """Move the distribution towards the elite, and the incumbent to the best of them if it is better."""
-        if elite[0].objective < self.incumbent.objective - 1e-12:
-            self.incumbent, self.stale = elite[0], 0
+        """Move the distribution towards the elite, and the incumbent to the best of them if it is better.
+
+        elite: best first. After STALE_ROUNDS without a better incumbent the distribution restarts, from a fresh seed
+        or from the incumbent with random swaps.
+        """
+        self.rounds += 1
+        if elite[0].objective < self.incumbent.objective - TOLERANCE:
+            self.met.append(self.incumbent)
+            self.incumbent, self.stale, self.restarts = elite[0], 0, 0
         else:
             self.stale += 1
         mean = np.mean([self._one_hot(self._relabel(candidate.placement)) for candidate in elite], axis=0)
         self.probability = self._floored((1 - SMOOTHING) * self.probability + SMOOTHING * mean)
+        if self.stale >= STALE_ROUNDS:
+            self.restarts += 1
+            self.restart([self.fresh.pop(0) if self.fresh else self.kick()])
+
+    def kick(self) -> Int32Array:
+        """The incumbent with a few random swaps of experts that may take each other's place."""
+        kicked = self.incumbent.placement.copy()
+        for _ in range(KICK_SWAPS):
+            a, b = self.generator.integers(len(kicked), size=2)
+            if self.problem.allowed[a, kicked[b]] and self.problem.allowed[b, kicked[a]]:
+                kicked[a], kicked[b] = kicked[b], kicked[a]
+        return kicked
+
+    def stop(self) -> dict[str, float]:
+        """The reasons met to stop, with what met them; empty: go on."""
+        seconds = time.monotonic() - self.started
+        met = {
+            "rounds": (self.rounds, self.rounds >= self.settings.rounds),
+            "restarts": (self.restarts, self.restarts >= self.settings.restarts),
+            "optimum": (self.bound, self.incumbent.objective <= self.bound + TOLERANCE),
+            "seconds": (seconds, self.time_limit is not None and seconds >= self.time_limit),
+        }
+        return {reason: float(value) for reason, (value, reached) in met.items() if reached}
+
+    def save(self) -> dict[str, Any]:
+        """All that a search needs to go on: plain arrays, numbers and strings."""
+        return {
+            "probability": self.probability.copy(),
+            "placements": np.stack([c.placement for c in (self.incumbent, *self.met)]),
+            "objectives": np.array([c.objective for c in (self.incumbent, *self.met)]),
+            "origins": [c.origin for c in (self.incumbent, *self.met)],
+            "fresh": np.array(self.fresh, np.int32).reshape(-1, self.problem.num_experts),
+            "counts": np.array([self.rounds, self.stale, self.restarts]),
+            "generator": self.generator.bit_generator.state,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where `save` was called; the generator must be of the same kind."""
+        self.probability = saved["probability"].copy()
+        rows = zip(saved["placements"], saved["objectives"], saved["origins"], strict=True)
+        self.incumbent, *self.met = [Candidate(p.copy(), float(value), origin) for p, value, origin in rows]
+        self.fresh = [placement.copy() for placement in saved["fresh"]]
+        self.rounds, self.stale, self.restarts = (int(count) for count in saved["counts"])
+        self.generator.bit_generator.state = saved["generator"]
 
     def _one_hot(self, placement: Int32Array) -> npt.NDArray[np.float64]:
         return np.eye(self.problem.num_ranks)[placement]
@@ -169,106 +220,106 @@ def relabel(placement: Int32Array, towards: npt.NDArray[np.floating], capacity: 
     return renamed
 
 
+def advance(search: CrossEntropy, descent: Descent) -> None:
+    """One round: draw, descend from the best draws and from kicks of the incumbent, tell the elite."""
+    settings, generator = search.settings, search.generator
+    ranked = _rank(descent, [Candidate(placement, 0.0, "cross-entropy") for placement in search.ask(POPULATION)])
+    elites = max(1, round(POPULATION * ELITE_SHARE))
+    starts = ranked[: settings.elites_polished]
+    starts += [Candidate(search.kick(), 0.0, "cross-entropy, kicked") for _ in range(settings.kicks)]
+    better = _descend(descent, starts, generator)
+    search.tell(sorted([*better, *ranked[settings.elites_polished : elites]], key=lambda c: c.objective))
+
+
 def cross_entropy(
     problem: Problem,
     goal: Goal,
     effort: Effort,
     generator: np.random.Generator,
     extra_seeds: dict[str, Int32Array] | None = None,
+    *,
+    layers: int = 1,
+    time_limit: float | None = None,
 ) -> Solution:
     """Co-cluster one layer: never worse on the goal than the contiguous placement or any seed.
 
-    extra_seeds: placements by origin to start from as well (METIS, when asked for).
+    extra_seeds: placements by origin to start from as well (METIS, when asked for). layers: how many such layers there
+    are to solve (`settings_for`). time_limit: seconds after which no further round starts; what comes out then depends
+    on the machine, and Solution.reasons says so.
     """
-    settings = SETTINGS[effort]
     whole, problem = problem, search_view(problem)
-    search = problem.few_blocks(SEARCH_BLOCKS)
-    seeds = make_seeds(search, goal, settings, generator)
+    settings = settings_for(problem, effort, layers)
+    sample = problem.few_blocks(settings.blocks).few_sets(settings.sets).thinned()
+    descent = Descent(sample)
+    seeds = make_seeds(descent, goal, settings, generator)
     seeds += [Candidate(placement, 0.0, origin) for origin, placement in (extra_seeds or {}).items()]
-    seeds = _rank(search, seeds)
+    seeds = _rank(descent, seeds)
     log = [_stage(whole, "contiguous", problem.contiguous()), _stage(whole, "seeds", seeds[0].placement)]
-    polished = _polish(search, seeds[: settings.polished], generator)
+    polished = _descend(descent, seeds[: settings.polished], generator)
     log.append(_stage(whole, "seeds polished", polished[0].placement))
-    rounds = 0
-    if settings.rounds:
-        found, rounds = _rounds(search, polished, seeds, settings, generator)
-        polished = sorted([*found, *polished], key=lambda candidate: candidate.objective)
+    search = CrossEntropy(
+        sample,
+        polished[0],
+        generator,
+        settings,
+        [seed.placement for seed in seeds[settings.polished :]],
+        time_limit,
+    )
+    search.restart([candidate.placement for candidate in polished])
+    while not search.stop():
+        advance(search, descent)
+    if search.rounds:
+        polished = sorted([search.incumbent, *reversed(search.met), *polished], key=lambda c: c.objective)
         log.append(_stage(whole, "cross-entropy", polished[0].placement))
-    ends = _polish(problem, polished[:FINALISTS], generator)
+    large = problem.few_blocks(settings.polish_blocks)
+    ends = _descend(Descent(large.thinned() if settings.thin else large), polished[: settings.finalists], generator)
     log.append(_stage(whole, "polish", ends[0].placement))
-    everything = _rank(problem, [*ends, *seeds, Candidate(problem.contiguous(), 0.0, "contiguous")])
-    best = everything[0]
-    return Solution(best.placement, best.objective, best.origin, log, {"rounds": rounds, "seeds": len(seeds)})
+    best = _best(problem, [*ends, *seeds])
+    return Solution(
+        best.placement,
+        score(whole, best.placement).objective,
+        best.origin,
+        log,
+        {"rounds": search.rounds, "seeds": len(seeds), "restarts": search.restarts},
+        search.stop(),
+        asdict(settings),
+    )
 
 
-def make_seeds(problem: Problem, goal: Goal, settings: Settings, generator: np.random.Generator) -> list[Candidate]:
+def make_seeds(descent: Descent, goal: Goal, settings: Settings, generator: np.random.Generator) -> list[Candidate]:
     """Soft 2-D k-means starts (fan-out: descents from pair cuts), pair cuts, and the contiguous placement."""
+    problem = descent.problem
     seeds = [Candidate(problem.contiguous(), 0.0, "contiguous")]
-    has_sets = len(problem.sets) > 0
     if goal is Goal.FANOUT:
-        for _ in range(settings.soft):
-            start = pair_cut(problem, generator)
-            seeds.append(Candidate(descend(problem, start, generator), 0.0, _descended("pair cut")))
-        return seeds
-    seeds += [Candidate(soft_kmeans(problem, generator), 0.0, "soft 2-D k-means") for _ in range(settings.soft)]
-    if has_sets:
+        cuts = [Candidate(pair_cut(problem, generator), 0.0, "pair cut") for _ in range(settings.soft)]
+        return seeds + _descend(descent, cuts, generator)
+    seeds += [
+        Candidate(soft_kmeans(problem, generator, descent.rows), 0.0, "soft 2-D k-means") for _ in range(settings.soft)
+    ]
+    if len(problem.sets):
         seeds += [Candidate(pair_cut(problem, generator), 0.0, "pair cut") for _ in range(PAIR_SEEDS)]
     return seeds
 
 
-def _rank(problem: Problem, candidates: list[Candidate]) -> list[Candidate]:
-    """Candidates with their objective on `problem`, best first; ties keep their order."""
-    scored = [Candidate(c.placement, score(problem, c.placement).objective, c.origin) for c in candidates]
+def _rank(descent: Descent, candidates: list[Candidate]) -> list[Candidate]:
+    """Candidates with their objective on the descent's problem, best first; ties keep their order."""
+    scored = [Candidate(c.placement, descent.score(c.placement), c.origin) for c in candidates]
     return sorted(scored, key=lambda candidate: candidate.objective)
 
 
-def _polish(problem: Problem, candidates: list[Candidate], generator: np.random.Generator) -> list[Candidate]:
-    return _rank(
-        problem,
-        [Candidate(descend(problem, c.placement, generator), 0.0, _descended(c.origin)) for c in candidates],
-    )
+def _best(problem: Problem, candidates: list[Candidate]) -> Candidate:
+    """The best candidate on a whole problem; ties to the first."""
+    return min(candidates, key=lambda candidate: score(problem, candidate.placement).objective)
+
+
+def _descend(descent: Descent, candidates: list[Candidate], generator: np.random.Generator) -> list[Candidate]:
+    """Where descents from the candidates end, best first."""
+    ends = [Candidate(*descent.run(c.placement, generator), _descended(c.origin)) for c in candidates]
+    return sorted(ends, key=lambda candidate: candidate.objective)
 
 
 def _descended(origin: str) -> str:
     return origin if origin.endswith("descent") else f"{origin} + descent"
-
-
-def _rounds(
-    problem: Problem,
-    polished: list[Candidate],
-    seeds: list[Candidate],
-    settings: Settings,
-    generator: np.random.Generator,
-) -> tuple[list[Candidate], int]:
-    """The CE rounds. Returns the incumbents met, best last first, and the number of rounds."""
-    state = CrossEntropy(problem, polished[0], generator)
-    state.restart([candidate.placement for candidate in polished])
-    fresh = iter(seeds[settings.polished :])
-    incumbents = [state.incumbent]
-    elites = max(1, round(POPULATION * ELITE_SHARE))
-    rounds = 0
-    for _ in range(settings.rounds):
-        drawn = [Candidate(placement, 0.0, "cross-entropy") for placement in state.ask(POPULATION)]
-        if not drawn:
-            break
-        rounds += 1
-        ranked = _rank(problem, drawn)
-        better = _polish(problem, ranked[: settings.elites_polished], generator)
-        state.tell(sorted([*better, *ranked[settings.elites_polished : elites]], key=lambda c: c.objective))
-        if state.incumbent is not incumbents[0]:
-            incumbents.insert(0, state.incumbent)
-        if state.stale >= STALE_ROUNDS:
-            seed = next(fresh, None)
-            state.restart([seed.placement if seed else _shaken(state.incumbent.placement, generator)])
-    return incumbents, rounds
-
-
-def _shaken(placement: Int32Array, generator: np.random.Generator, swaps: int = 4) -> Int32Array:
-    shaken = placement.copy()
-    for _ in range(swaps):
-        a, b = generator.integers(len(shaken), size=2)
-        shaken[a], shaken[b] = shaken[b], shaken[a]
-    return shaken
 
 
 def _stage(problem: Problem, name: str, placement: Int32Array) -> Stage:

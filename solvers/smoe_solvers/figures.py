@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from smoe_solvers.assignment import Int32Array, Int64Array, UInt8Array, assign_exact, assign_rule
 from smoe_solvers.choices import Assignment
+from smoe_solvers.redundancy import Copies
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,33 @@ def home_by_scores(scores: npt.NDArray[np.integer], batch: int, assignment: Assi
 
 
 def measure(
-    counts: npt.NDArray[np.int32], home: Int32Array, batch: int, wishes: npt.NDArray[np.integer] | None
+    counts: npt.NDArray[np.int32],
+    home: Int32Array,
+    batch: int,
+    wishes: npt.NDArray[np.integer] | None,
+    copies: Copies | None = None,
 ) -> Figures:
-    """All figures. counts: [N, G] n_g; home: [N]; wishes: [N, G] scores before any quota, or None without a shuffle."""
+    """All figures.
+
+    counts: [N, G] n_g; home: [N]; wishes: [N, G] scores before any quota, or None without a shuffle; copies: the rows
+    where experts have several copies, so that what a rank serves depends on the home.
+    """
     rows, ranks = counts.shape
     at_home = counts[np.arange(rows), home]
-    needed = counts > 0
-    remote = needed.copy()
+    served = copies.served(home) if copies else counts
+    fanout = copies.fanout() if copies else (counts > 0).sum(axis=1)
+    remote = served > 0
     remote[np.arange(rows), home] = False
     parts = batches(rows, batch)
     busiest = sum(_busiest_rank(remote[part], home[part]) for part in parts)
-    per_batch = [imbalance(counts[part].sum(axis=0)) for part in parts]
+    per_batch = [imbalance(served[part].sum(axis=0)) for part in parts]
     wished = np.ones(ranks) if wishes is None else np.bincount(wishes.argmax(axis=1), minlength=ranks)
     return Figures(
-        lar=float(at_home.sum() / counts.sum()),
-        fanout=float(needed.sum(axis=1).mean()),
+        lar=float(at_home.sum() / served.sum()),
+        fanout=float(fanout.mean()),
         remote_fanout=float(remote.sum(axis=1).mean()),
         remote_fanout_busiest=float(busiest * ranks / rows),
-        load_imbalance=imbalance(counts.sum(axis=0)),
+        load_imbalance=imbalance(served.sum(axis=0)),
         load_imbalance_batch=float(np.mean(per_batch)),
         token_imbalance=imbalance(wished),
         rank_accuracy=None if wishes is None else rank_accuracy(wishes, counts),
@@ -93,14 +103,19 @@ def measure(
 
 
 def measure_groups(
-    counts: npt.NDArray[np.int32], home: Int32Array, group: npt.NDArray[np.integer], groups: int
+    counts: npt.NDArray[np.int32],
+    home: Int32Array,
+    group: npt.NDArray[np.integer],
+    groups: int,
+    copies: Copies | None = None,
 ) -> GroupFigures:
     """lar and remote fan-out of groups of rows that were given homes together.
 
-    counts: [N, G] n_g; home: [N]; group: [N] in [0, M). Returns figures [M].
+    counts: [N, G] n_g; home: [N]; group: [N] in [0, M); copies: as in `measure`. Returns figures [M].
     """
     rows = np.arange(len(counts))
-    needed = counts > 0
+    served = copies.served(home) if copies else counts
+    needed = served > 0
     remote = needed.sum(axis=1) - needed[rows, home]
 
     def total(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
@@ -108,7 +123,7 @@ def measure_groups(
 
     size = np.bincount(group, minlength=groups)
     with np.errstate(invalid="ignore"):
-        lar, apart = total(counts[rows, home]) / total(counts.sum(axis=1)), total(remote) / size
+        lar, apart = total(counts[rows, home]) / total(served.sum(axis=1)), total(remote) / size
     return GroupFigures(size, lar, apart)
 
 

@@ -107,6 +107,19 @@ def score(problem: Problem, expert_to_rank: npt.NDArray[np.integer]) -> Score:
     )
 
 
+def lower_bound(problem: Problem) -> float:
+    """An objective no placement falls below: every row has its rank to itself. Reached where clusters never mix."""
+    size = int(problem.capacity.max())
+    weights, total = problem.weights, 0.0
+    if len(problem.kind):
+        most = np.sort(problem.demand, axis=0)[-size:].sum(axis=0, dtype=np.int64)
+        total += weights.local * (problem.activations * UNIT - int(most[problem.kind] @ problem.multiplicity))
+    if len(problem.sets):
+        least = -(-(problem.sets >= 0).sum(axis=1) // size)
+        total += weights.fanout * float(least @ problem.set_weight)
+    return total
+
+
 def search_view(problem: Problem) -> Problem:
     """The problem without the parts its weights ignore, so that scoring many placements costs no more than needed."""
     empty = np.zeros(0, np.int64)

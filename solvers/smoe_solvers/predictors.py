@@ -1,7 +1,8 @@
 """From what is known before the router runs to a score per rank (design 4.1).
 
 Axes: V vocabulary, T tokens, E experts, G ranks, K experts a token. A score is the expected number of a token's K
-activations that a rank would serve, as u8: 255 is K.
+experts that a rank holds, as u8: 255 is K. `hosts`: [E, G] whether a rank holds a copy of an expert; one with copies on
+two ranks counts on both.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
+from scipy.sparse import coo_array
 
 from smoe_solvers.assignment import Int64Array, UInt8Array
 from smoe_solvers.choices import Predictor
@@ -18,6 +20,7 @@ SCORE_MAX = 255
 BACK_OFF = 4.0
 """Rows of the coarser table that a Markov context starts with."""
 
+BoolArray = npt.NDArray[np.bool_]
 Counts = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], npt.NDArray[np.integer]]
 
 
@@ -92,17 +95,16 @@ def score(
     layer: LayerPredictors,
     predictor: Predictor,
     context: Context,
-    expert_to_rank: npt.NDArray[np.integer],
+    hosts: BoolArray,
     top_k: int,
 ) -> UInt8Array:
-    """Scores [T, G] u8 of a predictor. expert_to_rank: [E].
+    """Scores [T, G] u8 of a predictor. hosts: [E, G].
 
     Raises ValueError if the context lacks what the predictor needs.
     """
-    ranks = layer.token.shape[1]
     match predictor:
         case Predictor.SELECTED:
-            return score(layer, layer.chosen, context, expert_to_rank, top_k)
+            return score(layer, layer.chosen, context, hosts, top_k)
         case Predictor.TOKEN:
             return token_scores(layer, context)
         case Predictor.MARKOV:
@@ -116,13 +118,13 @@ def score(
             logits, temperature = linear_logits(layer, context), layer.linear_temperature
         case Predictor.FUSED:
             parts = [
-                weight * score(layer, part, context, expert_to_rank, top_k).astype(np.float64)
+                weight * score(layer, part, context, hosts, top_k).astype(np.float64)
                 for part, weight in zip(FUSED, layer.fusion, strict=True)
                 if weight
             ]
             mixed: UInt8Array = np.rint(np.clip(np.sum(parts, axis=0), 0, SCORE_MAX)).astype(np.uint8)
             return mixed
-    return quantise(by_rank(inclusion(logits, top_k, temperature), expert_to_rank, ranks), top_k)
+    return quantise(by_rank(inclusion(logits, top_k, temperature), hosts), top_k)
 
 
 def token_scores(layer: LayerPredictors, context: Context) -> UInt8Array:
@@ -170,24 +172,25 @@ def inclusion(logits: npt.NDArray[np.floating], top_k: int, temperature: float) 
     return found
 
 
-def by_rank(
-    experts: npt.NDArray[np.float64], expert_to_rank: npt.NDArray[np.integer], num_ranks: int
-) -> npt.NDArray[np.float64]:
-    """Sums over each rank's experts, [T, G]. experts: [T, E]."""
-    summed: npt.NDArray[np.float64] = experts @ np.eye(num_ranks)[expert_to_rank]
+def by_rank(experts: npt.NDArray[np.float64], hosts: BoolArray) -> npt.NDArray[np.float64]:
+    """Sums over each rank's experts, [T, G]. experts: [T, E]; hosts: [E, G]."""
+    summed: npt.NDArray[np.float64] = experts @ hosts.astype(np.float64)
     return summed
 
 
 def choose_temperature(
     logits: npt.NDArray[np.floating],
     counts: npt.NDArray[np.int32],
-    expert_to_rank: npt.NDArray[np.integer],
+    hosts: BoolArray,
     top_k: int,
 ) -> float:
-    """The temperature whose expected counts a rank are nearest the true ones, in squares. counts: [T, G] true n_g."""
+    """The temperature whose expected counts a rank are nearest the true ones, in squares.
+
+    counts: [T, G] true n_g; hosts: [E, G].
+    """
 
     def error(temperature: float) -> float:
-        expected = by_rank(inclusion(logits, top_k, temperature), expert_to_rank, counts.shape[1])
+        expected = by_rank(inclusion(logits, top_k, temperature), hosts)
         return float(((expected - counts) ** 2).mean())
 
     return min(SHARPNESS, key=error)
@@ -212,60 +215,63 @@ def quantise(expected: npt.NDArray[np.number], top_k: int) -> UInt8Array:
     return scores
 
 
-def popularity_by_rank(
-    popularity: Int64Array, expert_to_rank: npt.NDArray[np.integer], num_ranks: int
-) -> npt.NDArray[np.float64]:
-    """Share of all activations that each rank serves, [G]. popularity, expert_to_rank: [E]."""
-    load = np.bincount(expert_to_rank, weights=popularity, minlength=num_ranks)
-    share: npt.NDArray[np.float64] = load / max(load.sum(), 1)
+def popularity_by_rank(popularity: Int64Array, hosts: BoolArray) -> npt.NDArray[np.float64]:
+    """Share of all activations whose expert each rank holds, [G]. popularity: [E]; hosts: [E, G]."""
+    share: npt.NDArray[np.float64] = (popularity @ hosts.astype(np.float64)) / max(popularity.sum(), 1)
     return share
 
 
-def rank_counts(
-    counts: Counts, vocab: int, expert_to_rank: npt.NDArray[np.integer], num_ranks: int
-) -> npt.NDArray[np.float64]:
-    """Activations of every token id on every rank, [V, G]. counts: (token_id, expert, count), all [C]."""
+def rank_counts(counts: Counts, vocab: int, hosts: BoolArray) -> npt.NDArray[np.float64]:
+    """Activations of every token id that every rank could serve, [V, G].
+
+    counts: (token_id, expert, count), all [C]; hosts: [E, G].
+    """
     token_id, expert, count = counts
-    keys = token_id.astype(np.int64) * num_ranks + expert_to_rank[expert]
-    flat = np.bincount(keys, weights=count.astype(np.float64), minlength=vocab * num_ranks)
-    return flat.astype(np.float64).reshape(vocab, num_ranks)
+    by_expert = coo_array((count.astype(np.float64), (token_id, expert)), shape=(vocab, len(hosts))).tocsr()
+    return np.asarray(by_expert @ hosts.astype(np.float64))
+
+
+def occurrences(counts: Counts, vocab: int, top_k: int) -> npt.NDArray[np.float64]:
+    """Rows behind the counts of every token id, [V]."""
+    token_id, _, count = counts
+    return np.bincount(token_id, weights=count, minlength=vocab).astype(np.float64) / top_k
 
 
 def token_table(
     activations: npt.NDArray[np.float64],
+    seen: npt.NDArray[np.float64],
     share: npt.NDArray[np.float64],
     neighbour: npt.NDArray[np.integer],
     top_k: int,
     choice: TokenChoice,
 ) -> npt.NDArray[np.float64]:
-    """Expected activations of every token id on every rank, [V, G] float; rows sum to K.
+    """Expected activations of every token id on every rank, [V, G] float; rows sum to K where no expert has copies.
 
-    activations: [V, G] as `rank_counts` gives them; share: [G] popularity by rank; neighbour: [V] the id whose row an
-    unseen id takes (an id of V or more: popularity).
+    activations: [V, G] as `rank_counts` gives them; seen: [V] rows, as `occurrences` gives them; share: [G] popularity
+    by rank; neighbour: [V] the id whose row an unseen id takes (an id of V or more: popularity).
     """
     vocab = len(neighbour)
-    occurrences = activations.sum(axis=1, keepdims=True) / top_k
-    table: npt.NDArray[np.float64] = (activations + choice.pseudo * top_k * share) / (occurrences + choice.pseudo)
+    smoothed = activations + choice.pseudo * top_k * share
+    table: npt.NDArray[np.float64] = smoothed / (seen[:, None] + choice.pseudo)
     if choice.unseen == "neighbour":
-        borrowed = np.flatnonzero((occurrences[:, 0] == 0) & (neighbour < vocab))
+        borrowed = np.flatnonzero((seen == 0) & (neighbour < vocab))
         table[borrowed] = table[neighbour[borrowed]]
     return table
 
 
-def rank_labels(
-    experts: npt.NDArray[np.integer], expert_to_rank: npt.NDArray[np.integer], num_ranks: int
-) -> UInt8Array:
+def rank_labels(experts: npt.NDArray[np.integer], hosts: BoolArray) -> UInt8Array:
     """The rank that holds most of each row's experts, ties to the lower. experts: [T, K]. Returns [T] u8."""
-    labels: UInt8Array = local_counts(experts, expert_to_rank, num_ranks).argmax(axis=1).astype(np.uint8)
+    labels: UInt8Array = local_counts(experts, hosts).argmax(axis=1).astype(np.uint8)
     return labels
 
 
-def local_counts(
-    experts: npt.NDArray[np.integer], expert_to_rank: npt.NDArray[np.integer], num_ranks: int
-) -> npt.NDArray[np.int32]:
-    """n_g(t): how many of each row's experts every rank holds. experts: [T, K]. Returns [T, G] int32."""
-    rank = expert_to_rank[experts]
-    return np.stack([(rank == g).sum(axis=1) for g in range(num_ranks)], axis=1).astype(np.int32)
+def local_counts(experts: npt.NDArray[np.integer], hosts: BoolArray) -> npt.NDArray[np.int32]:
+    """n_g(t): how many of each row's experts every rank holds. experts: [T, K]; hosts: [E, G]. Returns [T, G] int32."""
+    held = hosts.astype(np.int32)
+    counts = np.zeros((len(experts), hosts.shape[1]), np.int32)
+    for choice in experts.T:
+        counts += held[choice]
+    return counts
 
 
 def markov_tables(

@@ -80,29 +80,41 @@ class Problem:
         """The same problem on `count` evenly spread blocks and as large a share of the fan-out rows, for searching."""
         if self.num_blocks <= count:
             return self
-        every = self.num_blocks / count
-        set_weight = np.diff(np.floor(np.cumsum(self.set_weight) / every), prepend=0).astype(np.int64)
-        kept = set_weight > 0
         chosen = np.linspace(0, self.num_blocks - 1, count).round().astype(np.int64)
         entries = [np.arange(self.block_start[b], self.block_start[b + 1]) for b in chosen]
         flat = np.concatenate(entries)
         kinds, kind = np.unique(self.kind[flat], return_inverse=True)
         share = self.multiplicity[flat].sum() / self.multiplicity.sum()
+        few = self._share_of_sets(count / self.num_blocks)
         return replace(
-            self,
+            few,
             demand=np.ascontiguousarray(self.demand[:, kinds]),
             kind=kind.astype(np.int64),
             multiplicity=self.multiplicity[flat],
             block_start=np.concatenate([[0], np.cumsum([len(part) for part in entries])]).astype(np.int64),
             quota=self.quota[chosen],
+            weights=replace(few.weights, local=self.weights.local / share),
+            activations=round(self.activations * share),
+        )
+
+    def few_sets(self, count: int) -> "Problem":
+        """The same problem on at most about `count` distinct expert sets, evenly spread over the rows."""
+        return self if len(self.sets) <= count else self._share_of_sets(count / len(self.sets))
+
+    def thinned(self) -> "Problem":
+        """The same problem without demand below UNIT / 16, that of rare ids for nearly every expert: for searching."""
+        return replace(self, demand=np.where(self.demand < UNIT // 16, 0, self.demand))
+
+    def _share_of_sets(self, share: float) -> "Problem":
+        """Every 1 / share-th row of the fan-out, at the same total weight."""
+        set_weight = np.diff(np.floor(np.cumsum(self.set_weight) * share), prepend=0).astype(np.int64)
+        kept = set_weight > 0
+        scale = self.set_weight.sum() / max(int(set_weight.sum()), 1)
+        return replace(
+            self,
             sets=self.sets[kept],
             set_weight=set_weight[kept],
-            weights=replace(
-                self.weights,
-                local=self.weights.local / share,
-                fanout=self.weights.fanout * self.set_weight.sum() / max(int(set_weight.sum()), 1),
-            ),
-            activations=round(self.activations * share),
+            weights=replace(self.weights, fanout=self.weights.fanout * float(scale)),
         )
 
 

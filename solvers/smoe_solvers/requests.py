@@ -4,6 +4,8 @@ Axes: R requests in order of arrival, N rows of S sequences, G ranks. A request 
 it may be a sequence cut short or run through many times over.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
@@ -58,30 +60,41 @@ def route_in_turn(requests: int, ranks: int) -> Int32Array:
     return (np.arange(requests) % ranks).astype(np.int32)
 
 
-def measure_requests(
-    activations: Int64Array, needed: Int64Array, rows: Int64Array, home: Int32Array, wishes: Int64Array | None
-) -> Figures:
+@dataclass(frozen=True)
+class RequestLoad:
+    """One layer's sums over each request's rows, at the homes that requests have.
+
+    held, served: [R, G] activations whose expert each rank holds, and those that it serves; needed: [R, G] rows that
+    the rank serves anything of; fanout: [R]. Without copies of experts, served is held and fanout the sum of needed.
+    """
+
+    held: Int64Array
+    served: Int64Array
+    needed: Int64Array
+    fanout: Int64Array
+
+
+def measure_requests(load: RequestLoad, rows: Int64Array, home: Int32Array, wishes: Int64Array | None) -> Figures:
     """All figures of one layer, each row counting alike; a batch is one round of G requests.
 
-    activations, needed: [R, G] a request's activations on each rank, and its rows that need the rank; rows, home: [R];
-    wishes: [R, G] scores before any rank was taken, or None without a router.
+    rows, home: [R]; wishes: [R, G] scores before any rank was taken, or None without a router.
     """
-    requests, ranks = activations.shape
+    requests, ranks = load.held.shape
     each = np.arange(requests)
-    remote = needed.copy()
+    remote = load.needed.copy()
     remote[each, home] = 0
     rounds = batches(requests, ranks)
     busiest = sum(_busiest_rank(remote[part], home[part]) for part in rounds)
     wished = np.ones(ranks) if wishes is None else rows_by_rank(rows, wishes.argmax(axis=1), ranks)
     return Figures(
-        lar=float(activations[each, home].sum() / activations.sum()),
-        fanout=float(needed.sum() / rows.sum()),
+        lar=float(load.held[each, home].sum() / load.served.sum()),
+        fanout=float(load.fanout.sum() / rows.sum()),
         remote_fanout=float(remote.sum() / rows.sum()),
         remote_fanout_busiest=float(busiest * ranks / rows.sum()),
-        load_imbalance=imbalance(activations.sum(axis=0)),
-        load_imbalance_batch=float(np.mean([imbalance(activations[part].sum(axis=0)) for part in rounds])),
+        load_imbalance=imbalance(load.served.sum(axis=0)),
+        load_imbalance_batch=float(np.mean([imbalance(load.served[part].sum(axis=0)) for part in rounds])),
         token_imbalance=imbalance(wished),
-        rank_accuracy=None if wishes is None else rank_accuracy(wishes, activations),
+        rank_accuracy=None if wishes is None else rank_accuracy(wishes, load.held),
     )
 
 

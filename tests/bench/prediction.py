@@ -15,7 +15,8 @@ from smoe_cli.app import run
 from smoe_cli.contraction import choose_smoothing, contract_tables, kept_local
 from smoe_cli.evaluation import HeldOut, evaluate_placement, mean_over_layers
 from smoe_cli.placement import Placement
-from smoe_cli.solving import SolveOptions, solve_layers
+from smoe_cli.solve_options import SolveOptions
+from smoe_cli.solving import solve_layers
 from smoe_profiles.capture.linear import RECENT
 from smoe_profiles.gates import gate_record
 from smoe_profiles.tables import Tables, open_tables
@@ -122,10 +123,10 @@ def ablation(tables: Tables, trace: Trace, placement: Placement) -> None:
     assert measured
     shares: dict[str, list[float]] = {}
     for index, layer in enumerate(tables.layers):
-        to_rank, ranks = placement.expert_to_rank[index], placement.num_ranks
+        hosts = placement.hosts[index]
         (xx, xy), judged = fitted.sums(layer), fitted.rows(layer, "validation")
         rows = measured.rows(layer, "heldout", HELD_OUT)
-        local, seen = (local_counts(part.experts, to_rank, ranks) for part in (rows, judged))
+        local, seen = (local_counts(part.experts, hosts) for part in (rows, judged))
         edges = np.append(np.arange(0, len(local), BATCH), len(local))
         ceiling = kept_local(quantise(local, layer.top_k), local, edges)
         inputs = len(xx) - layer.num_experts - 1 - RECENT * (width := fitted.embedding_width)
@@ -137,9 +138,9 @@ def ablation(tables: Tables, trace: Trace, placement: Placement) -> None:
             kept = [*chosen, len(xx) - 1]
             features = judged.features[:, kept]
             _, weights = choose_ridge(xx[np.ix_(kept, kept)], xy[kept], features, judged.truth)
-            sharpness = choose_temperature(features @ weights, seen, to_rank, layer.top_k)
+            sharpness = choose_temperature(features @ weights, seen, hosts, layer.top_k)
             found = inclusion(rows.features[:, kept] @ weights, layer.top_k, sharpness)
-            scores = quantise(by_rank(found, to_rank, ranks), layer.top_k)
+            scores = quantise(by_rank(found, hosts), layer.top_k)
             shares.setdefault(name, []).append(kept_local(scores, local, edges) / ceiling)
     print(f"\nlinear map, EP{placement.num_ranks}, by features: share of the oracle's lar")
     for name, by_layer in shares.items():

@@ -52,6 +52,7 @@ from smoe_solvers.predictors import (
     LayerPredictors,
     TokenChoice,
     local_counts,
+    occurrences,
     popularity_by_rank,
     quantise,
     rank_counts,
@@ -59,6 +60,7 @@ from smoe_solvers.predictors import (
     score,
     token_table,
 )
+from smoe_solvers.redundancy import single_hosts
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("SMOE_DATA", ROOT.parent / "shared/data")).resolve()
@@ -374,11 +376,11 @@ def rank_scores(target: Path, routing: Routing) -> Iterator[tuple[dict[str, Ints
     held = routing.take(routing.held)
     labels: list[Any] = [None, None]
     for index, layer in enumerate(layers):
-        to_rank = placement.expert_to_rank[index]
-        counts = local_counts(held.experts[index], to_rank, placement.num_ranks)
+        hosts = placement.hosts[index]
+        counts = local_counts(held.experts[index], hosts)
         context = Context(held.token, *labels[-2:])
-        yield {name: score(layer, name, context, to_rank, routing.top_k) for name in TABLES_ONLY}, counts
-        labels.append(rank_labels(held.experts[index], to_rank, placement.num_ranks))
+        yield {name: score(layer, name, context, hosts, routing.top_k) for name in TABLES_ONLY}, counts
+        labels.append(rank_labels(held.experts[index], hosts))
 
 
 def rank_shares(scores: Ints, counts: Ints) -> tuple[float, float, float]:
@@ -522,8 +524,8 @@ def ngrams(bench: Bench) -> Iterator[Line]:
 
 def placed_labels(routing: Routing, placement: Placement) -> Ints:
     """The rank that holds most of each row's experts, [L, N] u8."""
-    pairs = zip(routing.experts, placement.expert_to_rank, strict=True)
-    return np.stack([rank_labels(experts, to_rank, placement.num_ranks) for experts, to_rank in pairs])
+    pairs = zip(routing.experts, placement.hosts, strict=True)
+    return np.stack([rank_labels(experts, hosts) for experts, hosts in pairs])
 
 
 def _ngram_lines(where: str, what: str, routing: Routing, labels: Ints, orders: list[int]) -> Iterator[Line]:
@@ -760,12 +762,12 @@ def _context_figures(
     experts, held = routing.experts[layer], routing.held
     expected = expected_activations(contexts, experts, ~held, routing.num_experts, starts)
     hits = top_k_hits(expected, experts[held]).sum() / experts[held].size
-    to_rank, ranks = placement.expert_to_rank[layer], placement.num_ranks
-    scores = quantise(expected @ (to_rank[:, None] == np.arange(ranks)), routing.top_k)
+    hosts = placement.hosts[layer]
+    scores = quantise(expected @ hosts, routing.top_k)
     before = [labels[layer - back, held] if layer >= back else None for back in (2, 1)]
     own_row = replace(layers[layer], token=scores)
-    mixed = score(own_row, Predictor.FUSED, Context(np.arange(len(scores)), *before), to_rank, routing.top_k)
-    counts = local_counts(experts[held], to_rank, ranks)
+    mixed = score(own_row, Predictor.FUSED, Context(np.arange(len(scores)), *before), hosts, routing.top_k)
+    counts = local_counts(experts[held], hosts)
     return float(hits), rule_lar(scores, counts), rule_lar(mixed, counts)
 
 
@@ -821,7 +823,7 @@ def _unseen_draw(routing: Routing, embedding: Any, placement: Placement, taken: 
     cases = ((kept, neighbour, "neighbour"), (kept, neighbour, "popularity"), (fit, own, "neighbour"))
     found = []
     for index in range(len(routing.experts)):
-        counts = local_counts(held.experts[index], placement.expert_to_rank[index], placement.num_ranks)
+        counts = local_counts(held.experts[index], placement.hosts[index])
         homes = [
             home_by_scores(_token_scores(*case, index, placement)[held.token], BATCH, Assignment.RULE) for case in cases
         ]
@@ -833,14 +835,12 @@ def _unseen_draw(routing: Routing, embedding: Any, placement: Placement, taken: 
 
 def _token_scores(rows: Routing, neighbour: Ints, rule: str, layer: int, placement: Placement) -> Ints:
     """The token table of some rows, [V, G] u8."""
-    to_rank, ranks = placement.expert_to_rank[layer], placement.num_ranks
-    experts = rows.experts[layer]
+    hosts, experts = placement.hosts[layer], rows.experts[layer]
     flat = (np.repeat(rows.token, rows.top_k), experts.reshape(-1), np.ones(experts.size, np.int64))
-    activations = rank_counts(flat, rows.vocab, to_rank, ranks)
+    activations, seen = rank_counts(flat, rows.vocab, hosts), occurrences(flat, rows.vocab, rows.top_k)
     popularity = np.bincount(experts.reshape(-1), minlength=rows.num_experts)
-    table = token_table(
-        activations, popularity_by_rank(popularity, to_rank, ranks), neighbour, rows.top_k, TokenChoice(PSEUDO, rule)
-    )
+    share = popularity_by_rank(popularity, hosts)
+    table = token_table(activations, seen, share, neighbour, rows.top_k, TokenChoice(PSEUDO, rule))
     return quantise(table, rows.top_k)
 
 
@@ -906,10 +906,9 @@ def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[
 def _score_rows(routing: Routing, known: Ints, placement: Placement) -> Iterator[Ints]:
     """Scores of the held-out rows, layer by layer, [N, G] u8."""
     for index in range(len(routing.experts)):
-        to_rank = placement.expert_to_rank[index]
         if not known.any():
             held = routing.experts[index][routing.held]
-            yield quantise(local_counts(held, to_rank, placement.num_ranks), routing.top_k)
+            yield quantise(local_counts(held, placement.hosts[index]), routing.top_k)
         else:
             nobody = np.full(routing.vocab, routing.vocab)
             table = _token_scores(routing.take(~routing.held & known), nobody, "popularity", index, placement)
@@ -921,11 +920,11 @@ def _drawn_scores(model: str, domain: str, layer: int, ep: int) -> Ints:
     table, top_k = triples(model, domain, layer)
     rows = table.sum(axis=1)
     token = np.random.default_rng(layer).choice(len(rows), 8 * BATCH, p=rows / rows.sum())
-    to_rank = np.arange(table.shape[1]) // (table.shape[1] // ep)
-    by_rank = table @ (to_rank[:, None] == np.arange(ep))
-    share_of = popularity_by_rank(table.sum(axis=0), to_rank, ep)
+    hosts = single_hosts(np.arange(table.shape[1]) // (table.shape[1] // ep), ep)
+    by_rank = (table @ hosts).astype(np.float64)
+    share_of = popularity_by_rank(table.sum(axis=0), hosts)
     nobody = np.full(len(rows), len(rows))
-    scored = token_table(by_rank.astype(np.float64), share_of, nobody, top_k, TokenChoice(PSEUDO, "popularity"))
+    scored = token_table(by_rank, rows / top_k, share_of, nobody, top_k, TokenChoice(PSEUDO, "popularity"))
     return quantise(scored, top_k)[token]
 
 

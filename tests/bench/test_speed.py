@@ -3,16 +3,12 @@
 Figures printed here belong in docs/results.md with date and machine.
 """
 
-import shutil
 import subprocess
 import sys
-from hashlib import sha256
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
-import pytest
 from scipy.optimize import linear_sum_assignment
 
 from smoe_profiles.tables import count_tokens
@@ -58,46 +54,3 @@ def test_counting_against_a_dense_bincount():
     ours = seconds(lambda: count_tokens(token_id, experts, 64))
     dense = seconds(lambda: np.bincount(keys, minlength=20_000 * 64))
     print(f"\n1.2 M activations: sparse counts {1.2 / ours:.0f} M/s, dense bincount {1.2 / dense:.0f} M/s")
-
-
-@pytest.mark.parametrize("megabytes", [256])
-def test_regroup_against_copy_and_hash(tmp_path, megabytes):
-    """Writing bytes through smoe's rewrite against copying and hashing the same file."""
-    from smoe_cli.checkpoint.rewrite import plan_rewrite, write_checkpoint
-    from smoe_profiles.models import find_model
-    from smoe_profiles.tensors import encode_header
-
-    source = tmp_path / "model"
-    source.mkdir()
-    width = megabytes * 1_000_000 // (2 * 8 * 3 * 64)
-    block = "model.layers.0.block_sparse_moe"
-    entries = [(f"{block}.gate.weight", "F32", (8, 64), 8 * 64 * 4)]
-    entries += [
-        (f"{block}.experts.{e}.{part}.weight", "BF16", (width, 64), width * 64 * 2)
-        for e in range(8)
-        for part in ("w1", "w2", "w3")
-    ]
-    with (source / "model.safetensors").open("wb") as file:
-        file.write(encode_header({"format": "pt"}, entries))
-        for *_, nbytes in entries:
-            file.write(np.random.default_rng(0).bytes(nbytes))
-    (source / "config.json").write_text(
-        '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1,'
-        ' "vocab_size": 8, "hidden_size": 64}'
-    )
-    rewrite = plan_rewrite(find_model(str(source)), np.arange(8)[::-1][None], tmp_path / "out")
-
-    def ours():
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        (tmp_path / "out").mkdir()
-        write_checkpoint(rewrite, tmp_path / "out", lambda _: None)
-        sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
-
-    def plain():
-        shutil.copyfile(source / "model.safetensors", tmp_path / "copy")
-        sha256((tmp_path / "copy").read_bytes()).hexdigest()
-
-    taken, floor = seconds(ours, 3), seconds(plain, 3)
-    print(f"\n{megabytes} MB: rewrite + sha256 {taken:.2f} s, copy + sha256 {floor:.2f} s, ratio {taken / floor:.2f}")
-    assert taken <= 2 * floor
-    assert Path(tmp_path / "out/model.safetensors").stat().st_size == (source / "model.safetensors").stat().st_size

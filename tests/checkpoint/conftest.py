@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from smoe_cli.checkpoint.rewrite import plan_rewrite, write_checkpoint
+from smoe_cli.checkpoint.rewrite import plan_rewrite
+from smoe_cli.checkpoint.writer import write_checkpoint
 from smoe_profiles.models import Model, find_model
 from tests.profiles.tiny_models import EXPERTS, MOE_LAYERS, cached_model
 
@@ -47,6 +48,8 @@ def regroup(source: Path | Model, physical_to_logical: np.ndarray, target: Path)
     done: list[int] = []
     rewrite = plan_rewrite(model, physical_to_logical, target)
     write_checkpoint(rewrite, target, done.append)
+    for note in target.glob(".*.json"):
+        note.unlink()
     assert sum(done) == model.nbytes
     return target
 

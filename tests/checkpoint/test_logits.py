@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from smoe_cli.checkpoint.layerwise import TOLERANCE
-from smoe_cli.checkpoint.layouts import blocking_key
+from smoe_cli.checkpoint.comparison import TOLERANCE
+from smoe_cli.checkpoint.layouts import blocking_layer
 from smoe_profiles.models import find_model
 from tests.checkpoint.conftest import permutations, regroup, whole_groups
 from tests.profiles.tiny_models import CONFIGS, MOE_LAYERS, VOCAB
@@ -59,7 +59,7 @@ def differences(name, order, original, tiny, folder):
 @pytest.mark.parametrize("name", FREE)
 def test_any_renumbering_keeps_routing_and_logits(name, tiny, original, tmp_path):
     order = permutations(name, 7)
-    assert blocking_key(find_model(str(tiny(name))).spec.layers, order) is None
+    assert blocking_layer(find_model(str(tiny(name))).spec.layers, order) is None
     error, others = differences(name, order, original, tiny, tmp_path / "copy")
     assert others == 0
     assert error <= TOLERANCE
@@ -68,7 +68,7 @@ def test_any_renumbering_keeps_routing_and_logits(name, tiny, original, tmp_path
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whole_groups_keep_a_group_limited_model(seed, tiny, original, tmp_path):
     order = whole_groups("deepseek_v2_grouped", seed)
-    assert blocking_key(find_model(str(tiny("deepseek_v2_grouped"))).spec.layers, order) is None
+    assert blocking_layer(find_model(str(tiny("deepseek_v2_grouped"))).spec.layers, order) is None
     error, others = differences("deepseek_v2_grouped", order, original, tiny, tmp_path / "copy")
     assert others == 0
     assert error <= TOLERANCE
@@ -76,7 +76,7 @@ def test_whole_groups_keep_a_group_limited_model(seed, tiny, original, tmp_path)
 
 def test_groups_torn_apart_make_another_model_and_are_found_beforehand(tiny, original, tmp_path):
     order = permutations("deepseek_v2_grouped", 7)
-    assert blocking_key(find_model(str(tiny("deepseek_v2_grouped"))).spec.layers, order).id == 1
+    assert blocking_layer(find_model(str(tiny("deepseek_v2_grouped"))).spec.layers, order).id == 1
     error, others = differences("deepseek_v2_grouped", order, original, tiny, tmp_path / "copy")
     assert others > 0
     assert error > 1e-3

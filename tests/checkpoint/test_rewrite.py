@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from smoe_cli.checkpoint.rewrite import plan_rewrite, write_checkpoint
+from smoe_cli.checkpoint.rewrite import plan_rewrite
+from smoe_cli.checkpoint.writer import write_checkpoint
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import find_model
 from smoe_profiles.tensors import encode_header, open_checkpoint
@@ -261,31 +262,6 @@ def test_a_target_and_a_source_inside_each_other_are_refused(where, tiny, tmp_pa
     with pytest.raises(ImpossibleError, match="inside each other"):
         plan(folder, target)
     assert sorted(path.name for path in folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"quantization_config": {"ignore": ["model.layers.0.block_sparse_moe.experts.3.w1"]}},
-        {"quantization_config": {"modules_to_not_convert": ["experts.0"]}},
-        {"quantization_config": {"dynamic": {r"-:.*experts\.5\..*": {}}}},
-        {"quantization_config": {"config_groups": {"g": {"targets": [r"re:.*experts\.(1|2)\.w1"]}}}},
-    ],
-)
-def test_a_config_that_names_single_experts_is_refused(config, tiny, tmp_path):
-    folder = editable(tiny("mixtral"), tmp_path / "source")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    with pytest.raises(ImpossibleError, match=r"config\.json names single experts"):
-        plan(folder, tmp_path / "copy")
-
-
-def test_a_config_that_names_all_experts_alike_is_accepted(tiny, tmp_path):
-    folder = editable(tiny("mixtral"), tmp_path / "source")
-    path = folder / "config.json"
-    quantised = {"quantization_config": {"ignore": ["lm_head", "re:.*block_sparse_moe.gate"], "targets": ["experts"]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
-    plan(folder, tmp_path / "copy")
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(1, 8), (3, 8), (2, 6), (2, 16)])

@@ -58,6 +58,7 @@ def test_a_right_copy_has_no_failures(name, tiny, tmp_path):
 
 
 def test_the_source_itself_is_no_copy(tiny):
+    """F-40: a map that is recorded and was never applied."""
     assert failures(tiny("mixtral"), tiny("mixtral"))
 
 
@@ -137,6 +138,32 @@ def test_a_side_file_that_is_not_the_sources_is_found(fault, name, tiny, copy):
     else:
         (copy / name).write_text((copy / name).read_text() + " ")
     assert failures(tiny("mixtral"), copy) == [f"{name}: not the source's file"]
+
+
+@pytest.mark.parametrize("name", ["extra.safetensors", "pytorch_model.bin", "original/consolidated.pth", "notes.txt"])
+def test_a_stray_file_is_found_by_its_name(name, tiny, copy):
+    """Some readers take every weight file of a folder; an old one there would bring back the old numbering."""
+    (copy / name).parent.mkdir(exist_ok=True)
+    shutil.copy(tiny("mixtral") / "model.safetensors", copy / name)
+    assert failures(tiny("mixtral"), copy) == [f"{name}: a file that is not the source's"]
+
+
+def test_an_index_of_the_copy_is_not_believed(tiny, copy):
+    """A shard that the index leaves out is a missing tensor and a stray file, not a smaller model."""
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    gone = EXPERT.format(1, 3)
+    for shard, names in (
+        ("model-00001-of-00002.safetensors", set(tensors) - {gone}),
+        ("model-00002-of-00002.safetensors", {gone}),
+    ):
+        save_file({name: tensors[name] for name in names}, copy / shard, metadata={"format": "pt"})
+    weight_map = dict.fromkeys(set(tensors) - {gone}, "model-00001-of-00002.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert failures(tiny("mixtral"), copy) == [
+        f"{gone}: missing",
+        "model-00002-of-00002.safetensors: a file that is not the source's",
+    ]
 
 
 def test_config_with_another_number_of_experts_a_token_is_found(tiny, copy):

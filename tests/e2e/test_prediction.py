@@ -86,7 +86,7 @@ def test_expected_counts_are_what_happens(folder):
     record = gate_record(trace.artefact.path)
     labels = []
     for index, layer in enumerate(trace.layers):
-        rows, to_rank = record.rows(layer, "heldout"), placement.expert_to_rank[index]
+        rows, hosts = record.rows(layer, "heldout"), placement.hosts[index]
         context = Context(
             record.token_id("heldout"),
             labels[-2] if len(labels) > 1 else None,
@@ -94,11 +94,11 @@ def test_expected_counts_are_what_happens(folder):
             rows.early,
             rows.features,
         )
-        true = local_counts(rows.experts, to_rank, 4)
-        labels.append(rank_labels(rows.experts, to_rank, 4))
+        true = local_counts(rows.experts, hosts)
+        labels.append(rank_labels(rows.experts, hosts))
         predictors = layer_predictors(arrays, metadata, index)
         for predictor, within in ((Predictor.EARLY_GATE, 0.6), (Predictor.LINEAR, 0.2), (Predictor.FUSED, 0.2)):
-            expected = score(predictors, predictor, context, to_rank, 6) * (6 / SCORE_MAX)
+            expected = score(predictors, predictor, context, hosts, 6) * (6 / SCORE_MAX)
             edges = np.quantile(expected, np.linspace(0, 1, 11))
             for low, high in pairwise(edges):
                 mine = (expected >= low) & (expected <= high)

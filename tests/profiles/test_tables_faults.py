@@ -35,9 +35,10 @@ def test_vocabulary_rows_that_no_tokenizer_names_fall_back_and_are_no_index_erro
     assert occurrences.shape == (2, 100)
     assert (neighbour[64:] == NO_NEIGHBOUR).all()
     counts = tables.counts(LAYERS[0])
-    ranks = np.arange(8) // 4
-    activations = rank_counts((counts.token_id, counts.expert, counts.count), 100, ranks, 2)
-    scores = token_table(activations, np.array([0.25, 0.75]), neighbour, 2, TokenChoice(1.0, "neighbour"))
+    hosts = np.arange(8)[:, None] // 4 == np.arange(2)
+    activations = rank_counts((counts.token_id, counts.expert, counts.count), 100, hosts)
+    seen = activations.sum(axis=1) / 2
+    scores = token_table(activations, seen, np.array([0.25, 0.75]), neighbour, 2, TokenChoice(1.0, "neighbour"))
     assert scores[64:].tolist() == [[0.5, 1.5]] * 36
 
 

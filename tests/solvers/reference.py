@@ -14,6 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from smoe_solvers.problem import Problem, build_problem
 
 UNIT = 1024
+HALF_OCTAVES = sorted([2 << e for e in range(1, 13)] + [3 << e for e in range(13)])
 
 
 def routings(experts: int, top_k: int, min_rows: int = 1, max_rows: int = 24):
@@ -96,45 +97,78 @@ def total(scores: np.ndarray, to_rank) -> int:
     return sum(int(scores[t, g]) for t, g in enumerate(to_rank))
 
 
-def regret_rounds(scores: np.ndarray, quota: int) -> list[int]:
-    """Tokens ask for their best open rank, ties to the lower; a rank takes those that would lose most elsewhere."""
+def noise(position: int, rank: int) -> int:
+    """Eight bits for a token and a rank that split tokens of equal scores."""
+    low = (position * 40503 + rank * 24593) % 65536
+    low ^= low // 128
+    return low * 30011 % 65536 // 256
+
+
+def prices(scores: np.ndarray, quota: int) -> list[int]:
+    """Prices in 256ths of a score unit: eight rounds under wide noise, 24 of signed steps, the best of the latter."""
     tokens, ranks = scores.shape
-    to_rank = [-1] * tokens
-    room = [quota] * ranks
-    while -1 in to_rank:
-        open_ranks = [g for g in range(ranks) if room[g] > 0]
-        asking = {g: [] for g in open_ranks}
+
+    def loads(width: int) -> list[int]:
+        load = [0] * ranks
         for t in range(tokens):
-            if to_rank[t] < 0:
-                offers = [int(scores[t, g]) for g in open_ranks]
-                best = max(offers)
-                wish = offers.index(best)
-                second = max(offers[:wish] + offers[wish + 1 :], default=0)
-                asking[open_ranks[wish]].append((second - best, t))
-        for g, wishes in asking.items():
-            for _, t in sorted(wishes)[: room[g]]:
-                to_rank[t] = g
-                room[g] -= 1
+            offers = [256 * int(scores[t, g]) + width * noise(t, g) - price[g] for g in range(ranks)]
+            load[offers.index(max(offers))] += 1
+        return load
+
+    price = [0] * ranks
+    for width in (128, 64, 32, 16, 8, 4, 2, 1):
+        load = loads(width)
+        if max(load) <= quota:
+            continue
+        filled = [min(one, 2 * quota) * (2**20 // quota) // 2**10 for one in load]
+        price = [price[g] + 128 * width * filled[g] // 1024 - 128 * width for g in range(ranks)]
+    step, before, seen = [512] * ranks, [0] * ranks, []
+    for _ in range(24):
+        load = loads(1)
+        seen.append((sum(max(one - quota, 0) for one in load), list(price)))
+        if seen[-1][0] <= quota * ranks // 128:
+            break
+        for g in range(ranks):
+            side = (load[g] > quota) - (load[g] < quota)
+            if side * before[g] < 0:
+                step[g] = max(step[g] // 2, 4)
+            if side * before[g] > 0:
+                step[g] += step[g] // 4
+            price[g], before[g] = price[g] + side * step[g], side
+    return min(seen, key=lambda entry: entry[0])[1]
+
+
+def moved(value: np.ndarray, quota: int) -> list[int]:
+    """Best ranks first; then ranks beyond the quota give up their cheapest tokens to the best open rank.
+
+    value: [T, G] scores less prices. Costs of half an octave count alike, and those from 4095 on; of equal costs the
+    first position goes. Between two ranks all costs differ.
+    """
+
+    def level(cost: int) -> int:
+        return cost if value.shape[1] == 2 else sum(2 * (min(cost, 4095) + 1) >= bound for bound in HALF_OCTAVES)
+
+    tokens, ranks = value.shape
+    to_rank = [int(row.argmax()) for row in value]
+    while max(to_rank.count(g) for g in range(ranks)) > quota:
+        load = [to_rank.count(g) for g in range(ranks)]
+        open_ranks = [g for g in range(ranks) if load[g] < quota]
+        target = [max(open_ranks, key=lambda g, t=t: value[t, g]) for t in range(tokens)]
+        for g in range(ranks):
+            here = [t for t in range(tokens) if load[g] > quota and to_rank[t] == g]
+            here.sort(key=lambda t: level(int(value[t, to_rank[t]] - value[t, target[t]])))
+            for t in here[: load[g] - quota]:
+                to_rank[t] = target[t]
     return to_rank
 
 
-def exchanged(scores: np.ndarray, to_rank: list[int]) -> list[int]:
-    """One pass over the pairs of ranks: tokens that gain most by moving swap with each other while the two gain."""
-    after = list(to_rank)
-    ranks = scores.shape[1]
-    for p, q in combinations(range(ranks), 2):
-        leaving_p = sorted((int(scores[t, p] - scores[t, q]), t) for t in range(len(after)) if after[t] == p)
-        leaving_q = sorted((int(scores[t, q] - scores[t, p]), t) for t in range(len(after)) if after[t] == q)
-        for (loss_p, on_p), (loss_q, on_q) in zip(leaving_p, leaving_q, strict=False):
-            if loss_p + loss_q >= 0:
-                break
-            after[on_p], after[on_q] = q, p
-    return after
-
-
 def rule(scores: np.ndarray, quota: int) -> list[int]:
-    """The served assignment: regret rounds, then two passes of pairwise exchange."""
-    return exchanged(scores, exchanged(scores, regret_rounds(scores, quota)))
+    """The served assignment of one chunk."""
+    tokens, ranks = scores.shape
+    if ranks <= 2:
+        return moved(scores.astype(np.int64), quota)
+    value = 256 * scores.astype(np.int64) + [[noise(t, g) for g in range(ranks)] for t in range(tokens)]
+    return moved(value - prices(scores, quota), quota)
 
 
 def local_activations(demand: np.ndarray, kinds, placement, ranks: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from smoe_solvers.problem import check_placement, contract, group_mask, token_de
 from tests.solvers.reference import clustered_rows, layer, placements, routings, swaps
 
 some = settings(max_examples=25, deadline=None)
+GOALS = [Goal.LAR, Goal.FANOUT, Goal.BLEND, Goal.ILP]
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -29,7 +30,7 @@ def check_descent(problem, start, seed):
     return end
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 @some
 @given(
     rows=routings(8, 3, min_rows=4, max_rows=30),
@@ -42,7 +43,7 @@ def test_no_swap_improves_a_descent(goal, rows, start, seed, theta, block):
     check_descent(layer(goal, 4, 8, rows, block=block, theta=theta), start, seed)
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_swap_improves_a_descent_on_clustered_rows(goal, seed):
     generator = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def test_no_swap_improves_a_descent_on_clustered_rows(goal, seed):
     assert score(problem, end).objective < score(problem, start).objective
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 def test_no_swap_improves_a_descent_on_a_token_table(goal):
     generator = np.random.default_rng(8)
     rows = clustered_rows(generator, 200, 8, 2, 4)
@@ -63,7 +64,7 @@ def test_no_swap_improves_a_descent_on_a_token_table(goal):
     check_descent(problem, generator.permutation(problem.contiguous()), 1)
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 @some
 @given(rows=routings(8, 3, min_rows=4), seed=seeds)
 def test_a_descent_keeps_router_groups_on_their_ranks(goal, rows, seed):
@@ -71,7 +72,7 @@ def test_a_descent_keeps_router_groups_on_their_ranks(goal, rows, seed):
     check_descent(problem, problem.contiguous(), seed)
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 @some
 @given(rows=routings(8, 3, min_rows=4), start=placements(8, 4), seed=seeds, bits=st.integers(0, 2**32 - 1))
 def test_a_descent_keeps_every_expert_where_it_may_be(goal, rows, start, seed, bits):
@@ -80,14 +81,14 @@ def test_a_descent_keeps_every_expert_where_it_may_be(goal, rows, start, seed, b
     check_descent(layer(goal, 4, 8, rows, block=10, allowed=mask), start, seed)
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 @some
 @given(rows=routings(8, 3, min_rows=4), start=placements(4, 2), seed=seeds)
 def test_no_swap_of_whole_groups_improves_a_descent(goal, rows, start, seed):
     check_descent(contract(layer(goal, 2, 8, rows, block=10), np.arange(8) // 2), start, seed)
 
 
-@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("goal", GOALS)
 def test_a_descent_from_its_end_stays(goal):
     problem = layer(goal, 4, 12, clustered_rows(np.random.default_rng(1), 200, 12, 3, 4), block=64)
     problem = search_view(problem)

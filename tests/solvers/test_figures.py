@@ -23,6 +23,7 @@ from smoe_solvers.figures import (
     wire_rows,
 )
 from smoe_solvers.predictors import local_counts
+from smoe_solvers.redundancy import single_hosts
 from tests.solvers.reference import clustered_rows, hungarian, placements, routings, rule, total
 
 some = settings(max_examples=50, deadline=None)
@@ -55,7 +56,7 @@ def busiest(rows, placement, home):
 @given(part=parts())
 def test_figures_equal_loops(part):
     rows, placement, home, batch = part
-    found = measure(local_counts(rows, placement, RANKS), home, batch, None)
+    found = measure(local_counts(rows, single_hosts(placement, RANKS)), home, batch, None)
     local, needed, remote, load = 0, 0, 0, [0] * RANKS
     for row, here in zip(rows, home, strict=True):
         ranks = [int(placement[e]) for e in row]
@@ -79,7 +80,7 @@ def test_figures_equal_loops(part):
 @given(part=parts())
 def test_local_and_remote_activations_are_all_there_are(part):
     rows, placement, home, batch = part
-    found = measure(local_counts(rows, placement, RANKS), home, batch, None)
+    found = measure(local_counts(rows, single_hosts(placement, RANKS)), home, batch, None)
     remote = sum(placement[e] != here for row, here in zip(rows, home, strict=True) for e in row)
     assert found.lar + remote / rows.size == pytest.approx(1)
     without_home = sum(here not in placement[row] for row, here in zip(rows, home, strict=True))
@@ -108,7 +109,7 @@ def test_one_rank_has_nothing_remote():
 def test_groups_of_rows_are_measured_like_loops(part, data):
     rows, placement, home, _ = part
     group = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows))))
-    found = measure_groups(local_counts(rows, placement, RANKS), home, group, 5)
+    found = measure_groups(local_counts(rows, single_hosts(placement, RANKS)), home, group, 5)
     for number in range(5):
         mine = [(row, int(here)) for row, here, one in zip(rows, home, group, strict=True) if one == number]
         assert found.rows[number] == len(mine)
@@ -126,7 +127,7 @@ def test_groups_of_rows_are_measured_like_loops(part, data):
 @given(part=parts(), seed=st.integers(0, 9))
 def test_groups_weighted_by_their_rows_are_the_whole(part, seed):
     rows, placement, home, batch = part
-    counts = local_counts(rows, placement, RANKS)
+    counts = local_counts(rows, single_hosts(placement, RANKS))
     found = measure_groups(counts, home, np.random.default_rng(seed).integers(0, 3, len(rows)), 3)
     whole = measure(counts, home, batch, None)
     for name in ("lar", "remote_fanout"):
@@ -144,7 +145,7 @@ def test_a_rank_is_right_if_it_is_the_first_of_those_with_most_experts(part, dat
     for row, wish in zip(rows, wishes.tolist(), strict=True):
         held = [sum(int(placement[e]) == g for e in row) for g in range(RANKS)]
         right += wish.index(max(wish)) == held.index(max(held))
-    counts = local_counts(rows, placement, RANKS)
+    counts = local_counts(rows, single_hosts(placement, RANKS))
     assert rank_accuracy(wishes, counts) == pytest.approx(float(Fraction(right, len(rows))))
     assert measure(counts, home, batch, wishes).rank_accuracy == rank_accuracy(wishes, counts)
     assert measure(counts, home, batch, counts).rank_accuracy == 1
@@ -190,7 +191,7 @@ def test_a_shuffle_is_one_assignment_a_batch(scores, size):
 
 def test_a_shuffle_by_true_counts_keeps_more_local_than_none():
     rows = clustered_rows(np.random.default_rng(0), 300, EXPERTS, TOP_K, 4)
-    counts = local_counts(rows, np.arange(EXPERTS) // 2, RANKS)
+    counts = local_counts(rows, single_hosts(np.arange(EXPERTS) // 2, RANKS))
     still = measure(counts, home_without_shuffle(300, RANKS, 128), 128, None)
     shuffled = [measure(counts, home_by_scores(counts, 128, how), 128, counts) for how in Assignment]
     assert still.lar < min(one.lar for one in shuffled)

@@ -23,10 +23,12 @@ from smoe_solvers.predictors import (
     quantise,
     score,
 )
+from smoe_solvers.redundancy import single_hosts
 
 some = settings(max_examples=60, deadline=None)
 EXPERTS, RANKS, TOP_K, VOCAB = 8, 4, 2, 6
 PLACE = np.array([0, 1, 2, 3, 3, 2, 1, 0])
+HOSTS = single_hosts(PLACE, RANKS)
 
 
 def logits_of(seed, tokens=12):
@@ -65,7 +67,7 @@ def test_inclusion_does_not_change_with_the_scale_of_the_logits():
 @given(st.integers(0, 10**6))
 def test_scores_by_rank_are_sums_over_its_experts(seed):
     chances = np.random.default_rng(seed).random((5, EXPERTS))
-    found = by_rank(chances, PLACE, RANKS)
+    found = by_rank(chances, HOSTS)
     for row, mine in zip(found, chances, strict=True):
         assert row == pytest.approx([sum(mine[e] for e in range(EXPERTS) if PLACE[e] == g) for g in range(RANKS)])
 
@@ -82,12 +84,12 @@ def test_the_temperature_grows_with_the_noise_and_expected_counts_are_reliable()
     chosen = []
     for noise in (0.05, 0.3, 1.0):
         logits, experts = noisy_choice(0, 20_000, noise)
-        counts = local_counts(experts, PLACE, RANKS)
-        temperature = choose_temperature(logits, counts, PLACE, TOP_K)
+        counts = local_counts(experts, HOSTS)
+        temperature = choose_temperature(logits, counts, HOSTS, TOP_K)
         chosen.append(temperature)
         fresh, fresh_experts = noisy_choice(1, 20_000, noise)
-        expected = by_rank(inclusion(fresh, TOP_K, temperature), PLACE, RANKS).reshape(-1)
-        true = local_counts(fresh_experts, PLACE, RANKS).reshape(-1)
+        expected = by_rank(inclusion(fresh, TOP_K, temperature), HOSTS).reshape(-1)
+        true = local_counts(fresh_experts, HOSTS).reshape(-1)
         for low in np.arange(0, 2, 0.25):
             mine = (expected >= low) & (expected < low + 0.25)
             if mine.sum() > 300:
@@ -174,15 +176,15 @@ def context():
 
 def test_every_predictor_scores_what_its_name_says(layer, context):
     def found(predictor):
-        return score(layer, predictor, context, PLACE, TOP_K)
+        return score(layer, predictor, context, HOSTS, TOP_K)
 
     token = np.concatenate([layer.token[[0, 5, 3]], layer.markov.none[None]])
     markov = markov_scores(layer.markov, context.two, context.one, 4)
     early = quantise(
-        by_rank(inclusion(context.early * 2 + np.arange(EXPERTS, dtype=np.float32) / 10, TOP_K, 0.2), PLACE, RANKS),
+        by_rank(inclusion(context.early * 2 + np.arange(EXPERTS, dtype=np.float32) / 10, TOP_K, 0.2), HOSTS),
         TOP_K,
     )
-    linear = quantise(by_rank(inclusion(context.features @ layer.linear, TOP_K, 0.3), PLACE, RANKS), TOP_K)
+    linear = quantise(by_rank(inclusion(context.features @ layer.linear, TOP_K, 0.3), HOSTS), TOP_K)
     assert (found(Predictor.TOKEN) == token).all()
     assert (found(Predictor.MARKOV) == markov).all()
     assert (found(Predictor.PAPER) == paper_scores(token, markov)).all()
@@ -198,7 +200,7 @@ def test_every_predictor_scores_what_its_name_says(layer, context):
 def test_a_context_without_the_early_gate_is_refused(predictor, layer, context):
     bare = Context(context.token_id, context.two, context.one)
     with pytest.raises(ValueError, match="early gate"):
-        score(layer, predictor, bare, PLACE, TOP_K)
+        score(layer, predictor, bare, HOSTS, TOP_K)
 
 
 def test_a_placement_without_the_early_gate_carries_only_tables():

@@ -21,6 +21,7 @@ from smoe_solvers.predictors import (
     rank_labels,
     token_table,
 )
+from smoe_solvers.redundancy import single_hosts
 from tests.solvers.reference import placements, routings
 
 some = settings(max_examples=50, deadline=None)
@@ -47,7 +48,7 @@ def by_rank(counts, placement):
 @some
 @given(counts=triples, placement=placements(EXPERTS, RANKS))
 def test_rank_counts_equal_loops(counts, placement):
-    found = rank_counts(columns(counts), VOCAB, placement, RANKS)
+    found = rank_counts(columns(counts), VOCAB, single_hosts(placement, RANKS))
     assert found.tolist() == by_rank(counts, placement)
 
 
@@ -60,7 +61,9 @@ def test_popularity_by_rank_is_each_rank_s_share(popularity, placement):
         sum(Fraction(one, sum(popularity) or 1) for e, one in enumerate(popularity) if placement[e] == g)
         for g in range(RANKS)
     ]
-    assert popularity_by_rank(np.array(popularity), placement, RANKS) == pytest.approx(np.array(shares, float))
+    assert popularity_by_rank(np.array(popularity), single_hosts(placement, RANKS)) == pytest.approx(
+        np.array(shares, float)
+    )
 
 
 @some
@@ -87,6 +90,7 @@ def test_token_table_equals_fractions(counts, placement, share, neighbour, pseud
         expected = [own(activations[neighbour[t]]) if t in borrowed else expected[t] for t in range(VOCAB)]
     table = token_table(
         np.array(activations, np.float64),
+        np.array(activations, np.float64).sum(axis=1) / TOP_K,
         np.array(popular, np.float64),
         np.array(neighbour),
         TOP_K,
@@ -99,8 +103,8 @@ def test_token_table_equals_fractions(counts, placement, share, neighbour, pseud
 @some
 @given(rows=routings(EXPERTS, TOP_K), placement=placements(EXPERTS, RANKS))
 def test_labels_and_counts_equal_loops(rows, placement):
-    counts = local_counts(rows, placement, RANKS)
-    labels = rank_labels(rows, placement, RANKS)
+    counts = local_counts(rows, single_hosts(placement, RANKS))
+    labels = rank_labels(rows, single_hosts(placement, RANKS))
     for t, row in enumerate(rows):
         held = [sum(placement[e] == g for e in row) for g in range(RANKS)]
         assert counts[t].tolist() == held
@@ -110,7 +114,7 @@ def test_labels_and_counts_equal_loops(rows, placement):
 def test_a_label_tied_between_ranks_is_the_lower():
     placement = np.array([2, 1, 0, 2, 1, 0])
     rows = np.array([[0, 1], [1, 0], [0, 2], [0, 3], [1, 4]])
-    assert rank_labels(rows, placement, 3).tolist() == [1, 1, 0, 2, 1]
+    assert rank_labels(rows, single_hosts(placement, 3)).tolist() == [1, 1, 0, 2, 1]
 
 
 # The Markov tables.

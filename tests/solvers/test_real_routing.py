@@ -13,6 +13,7 @@ from smoe_solvers.methods.metis import metis_placements
 from smoe_solvers.objectives import coactivation, score
 from smoe_solvers.predictors import local_counts
 from smoe_solvers.problem import build_problem
+from smoe_solvers.redundancy import single_hosts
 from smoe_solvers.solve import solve
 from tests.solvers.reference import layer, popularity_of
 
@@ -67,7 +68,7 @@ def test_lar_of_the_search_is_what_a_shuffle_by_true_routing_keeps(rows):
     """The objective and the figures are computed apart, and agree to the activation."""
     problem = layer(Goal.LAR, RANKS, EXPERTS, rows)
     placement = search(problem, Goal.LAR, 0, Effort.FAST).placement
-    counts = local_counts(rows, placement, RANKS)
+    counts = local_counts(rows, single_hosts(placement, RANKS))
     figures = measure(counts, home_by_scores(counts, 1024, Assignment.EXACT), 1024, counts)
     scored = score(problem, placement)
     assert figures.lar == pytest.approx(scored.lar, abs=1e-12)
@@ -80,7 +81,7 @@ def test_what_half_the_sequences_teach_holds_for_the_others(sequences):
     placement = search(problem, Goal.BLEND, 0).placement
     kept = []
     for where in (problem.contiguous(), placement):
-        counts = local_counts(held, where, RANKS)
+        counts = local_counts(held, single_hosts(where, RANKS))
         homes = home_by_scores(counts, 1024, Assignment.RULE)
         kept += [
             measure(counts, home, 1024, None).lar for home in (home_without_shuffle(len(held), RANKS, 1024), homes)

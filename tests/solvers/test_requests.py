@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from smoe_solvers.figures import measure
 from smoe_solvers.requests import (
+    RequestLoad,
     cyclic_sums,
     measure_requests,
     route,
@@ -97,7 +98,8 @@ def test_figures_of_requests_equal_those_of_their_rows(served, data):
         data.draw(st.lists(st.integers(0, RANKS - 1), min_size=len(length), max_size=len(length))), np.int32
     )
     sums = [cyclic_sums(values, start, sequence, length) for values in (counts, (counts > 0).astype(np.int8))]
-    found = measure_requests(sums[0], sums[1], length, home, None)
+    load = RequestLoad(sums[0], sums[0], sums[1], sums[1].sum(axis=1))
+    found = measure_requests(load, length, home, None)
     rows = [rows_of(start, one, size) for one, size in zip(sequence, length, strict=True)]
     expanded, homes = counts[np.concatenate(rows)], np.repeat(home, length)
     whole = measure(expanded, homes, len(expanded), None)
@@ -122,7 +124,9 @@ def test_imbalance_of_the_wishes_counts_rows_and_accuracy_counts_requests():
     activations = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 6]])
     wishes = np.array([[9, 1, 1], [5, 1, 0], [0, 0, 1]])
     rows = np.array([3, 3, 6])
-    found = measure_requests(activations, np.minimum(activations, 1), rows, np.array([0, 1, 2]), wishes)
+    needed = np.minimum(activations, 1)
+    load = RequestLoad(activations, activations, needed, needed.sum(axis=1))
+    found = measure_requests(load, rows, np.array([0, 1, 2]), wishes)
     assert found.token_imbalance == 6 * 3 / 12
     assert found.rank_accuracy == pytest.approx(2 / 3)
     assert rows_by_rank(rows, np.array([1, 1, 2]), 3).tolist() == [0, 6, 6]

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.families.config import ModelSpec, MoeLayer
-from smoe_profiles.families.table import Family, Point
+from smoe_profiles.families.schema import Family, Point
 
 
 @dataclass(frozen=True)

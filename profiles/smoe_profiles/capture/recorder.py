@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smoe_profiles.capture.early import EarlyGateHooks, EarlyView
 from smoe_profiles.capture.points import CapturePoint, read_choice
-from smoe_profiles.families.table import Point
+from smoe_profiles.families.schema import Point
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smoe_profiles.errors import ImpossibleError, InputError
-from smoe_profiles.families.table import FAMILIES, REFUSED, Family
+from smoe_profiles.families.schema import Family
+from smoe_profiles.families.table import FAMILIES, REFUSED
 
 Config = dict[str, Any]
 

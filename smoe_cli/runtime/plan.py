@@ -1,0 +1,180 @@
+"""The plan of a batch: from u8 scores to the place of every token, by the rule of smoe_solvers, in plain torch.
+
+Axes: T tokens, G ranks, C = ceil(T / G) places of a rank, N tokens of a chunk. Integers alone and no host value, so
+that every rank and every device finds the same plan; equal to `smoe_solvers.assignment.assign_rule`, where the rule is
+stated. plan_kernel.py finds the same in one launch; on a GPU it is asked.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from smoe_cli.runtime.exchange import Plan
+
+COARSE_ROUNDS = 8
+FINE_ROUNDS = 24
+UNIT = 256
+FIRST_STEP = 2 * UNIT
+LAST_STEP = UNIT // 64
+COSTS = 4096
+LEVELS = 256
+"""The constants of the rule; a test holds them against smoe_solvers."""
+
+LOWEST = -(1 << 24)
+"""Below every score less its price."""
+
+Integers = TypeVar("Integers", int, Tensor)
+
+
+def make_plan(scores: Tensor, num_ranks: int) -> Plan:
+    """The plan by which every token lies on the rank that `assign_rule` gives it. scores: [T, G] uint8.
+
+    Inside a rank tokens keep their order; of a batch in several chunks, the chunks' tokens take turns.
+    """
+    if scores.is_cuda:
+        from smoe_cli.runtime.plan_kernel import plan_rows
+
+        return plan_rows(scores)
+    return plain_plan(scores, num_ranks)
+
+
+def plain_plan(scores: Tensor, num_ranks: int) -> Plan:
+    """`make_plan` step by step, on any device: the reference of the kernel."""
+    tokens, quota = len(scores), rows_per_rank(len(scores), num_ranks)
+    place_of_token = torch.zeros(tokens, dtype=torch.int32, device=scores.device)
+    chunks = num_chunks(quota, num_ranks)
+    for chunk in range(chunks):
+        rows = row_of_run(torch.arange(chunk_quota(chunk, chunks, quota), device=scores.device), chunk, chunks)
+        here = (rows[:, None] * num_ranks + torch.arange(num_ranks, device=scores.device)).reshape(-1)
+        if int(row_of_run(chunk_quota(chunk, chunks, quota) - 1, chunk, chunks)) == quota - 1:
+            here = here[: len(here) - (quota * num_ranks - tokens)]  # the batch ends inside its last row
+        home = _assign_chunk(scores[here].to(torch.int32), len(rows))
+        place_of_token[here] = (home * quota + rows[_count_before(home, num_ranks)]).to(torch.int32)
+    return plan_of_places(place_of_token, num_ranks)
+
+
+def identity_plan(tokens: int, num_ranks: int, device: torch.device | str) -> Plan:
+    """No shuffle: token i lies at place i."""
+    return plan_of_places(torch.arange(tokens, dtype=torch.int32, device=device), num_ranks)
+
+
+def plan_of_places(place_of_token: Tensor, num_ranks: int) -> Plan:
+    """A plan from the place of every token, [T] int32."""
+    tokens, device = len(place_of_token), place_of_token.device
+    token_of_place = torch.full((num_ranks * rows_per_rank(tokens, num_ranks),), -1, dtype=torch.int32, device=device)
+    token_of_place[place_of_token.long()] = torch.arange(tokens, dtype=torch.int32, device=device)
+    return Plan(token_of_place, place_of_token, num_ranks)
+
+
+def plan_hash(plan: Plan) -> Tensor:
+    """A number to compare over ranks, [] int64 on the plan's device: equal for equal plans, else almost never."""
+    place = plan.place_of_token.long()
+    position = torch.arange(len(place), device=place.device)
+    mixed = (place + 1) * 0x1E3779B97F4A7C15 ^ (position + plan.num_ranks) * 0x3F58476D1CE4E5B9
+    return ((mixed ^ mixed >> 29) * 0x14D049BB133111EB).sum()
+
+
+def rows_per_rank(tokens: int, num_ranks: int) -> int:
+    """C."""
+    return -(-tokens // num_ranks)
+
+
+def chunk_rows(num_ranks: int) -> int:
+    """Rows of G consecutive tokens that are assigned together."""
+    return max(2040, (1 << 14) >> (num_ranks - 1).bit_length()) // num_ranks
+
+
+def num_chunks(quota: int, num_ranks: int) -> int:
+    return -(-quota // chunk_rows(num_ranks))
+
+
+def mixed_bits(number: Integers) -> Integers:
+    """Eight bits that look random, from the lower sixteen of a number."""
+    low = number & 0xFFFF
+    low = low ^ (low >> 7)
+    return ((low * 30011) & 0xFFFF) >> 8
+
+
+def row_of_run(run: Integers, chunk: int, chunks: int) -> Integers:
+    """The row that a chunk has of the run-th run of `chunks` rows: each chunk one, in an order that changes."""
+    return run * chunks + (chunk - mixed_bits(run * 40503)) % chunks
+
+
+def chunk_quota(chunk: int, chunks: int, quota: int) -> int:
+    """Rows of a chunk: one of each whole run, and perhaps one of the run that the batch breaks off."""
+    return quota // chunks + (row_of_run(quota // chunks, chunk, chunks) < quota)
+
+
+def _assign_chunk(scores: Tensor, quota: int) -> Tensor:
+    """The rank of every token, [N] int64. scores: [N, G] int32."""
+    tokens, ranks = scores.shape
+    value = scores * (UNIT if ranks > 2 else 1)
+    if ranks > 2:
+        position = torch.arange(tokens, dtype=torch.int32, device=scores.device)[:, None]
+        rank = torch.arange(ranks, dtype=torch.int32, device=scores.device)
+        noise = mixed_bits(position * 40503 + rank * 24593)
+        value = value + noise
+        value = value - _balancing_prices(value, noise, quota)
+    home = value.argmax(dim=1)
+    for _ in range(ranks if ranks > 1 else 0):
+        home = _move_beyond(value, home, quota)
+    return home
+
+
+def _balancing_prices(value: Tensor, noise: Tensor, quota: int) -> Tensor:
+    """Prices [G] at which few tokens are beyond the quota. value, noise: [N, G] int32."""
+    ranks = value.shape[1]
+    price = torch.zeros(ranks, dtype=torch.int32, device=value.device)
+    for r in range(COARSE_ROUNDS):
+        width = 1 << (COARSE_ROUNDS - 1 - r)
+        load = _loads((value + (width - 1) * noise - price).argmax(dim=1), ranks)
+        filled = load.clamp(max=2 * quota) * ((1 << 20) // quota) >> 10
+        change = (width * UNIT // 2 * filled >> 10) - width * UNIT // 2
+        price = price + torch.where(load.max() > quota, change, 0)
+    step, before = torch.full_like(price, FIRST_STEP), torch.zeros_like(price)
+    best, fewest = price, torch.full_like(price[0], len(value) + 1)
+    for _ in range(FINE_ROUNDS):
+        load = _loads((value - price).argmax(dim=1), ranks)
+        beyond = (load - quota).clamp(min=0).sum(dtype=torch.int32)
+        better = (beyond < fewest) & (fewest > quota * ranks >> 7)
+        best, fewest = torch.where(better, price, best), torch.where(better, beyond, fewest)
+        side = (load - quota).sign()
+        turned = side * before
+        step = torch.where(turned < 0, (step >> 1).clamp(min=LAST_STEP), step + torch.where(turned > 0, step >> 2, 0))
+        price = price + side * step
+        before = side
+    return best
+
+
+def _move_beyond(value: Tensor, home: Tensor, quota: int) -> Tensor:
+    """Ranks beyond the quota give up the tokens that lose least on the best open rank, first positions first."""
+    ranks = value.shape[1]
+    load = _loads(home, ranks)
+    target = value.masked_fill(load >= quota, LOWEST).argmax(dim=1)
+    cost = (value.gather(1, home[:, None]) - value.gather(1, target[:, None]))[:, 0]
+    if ranks > 2:  # twice the binary logarithm: exponent and first bit of a float
+        cost = ((cost.clamp(max=COSTS - 1) + 1).float().view(torch.int32) >> 22) - 254
+    asking = (home[:, None] == torch.arange(ranks, device=home.device)) & (load > quota)
+    leaving = (load - quota).clamp(min=0)
+    border = torch.zeros_like(load)
+    bit = LEVELS // 2
+    while bit:
+        fits = (asking & (cost[:, None] < border + bit)).sum(dim=0) <= leaving
+        border = border + torch.where(fits, bit, 0).to(torch.int32)
+        bit //= 2
+    below = asking & (cost[:, None] < border)
+    tied = asking & (cost[:, None] == border)
+    goes = below | (tied & (tied.cumsum(dim=0) <= leaving - below.sum(dim=0)))
+    return torch.where(goes.any(dim=1), target, home)
+
+
+def _loads(home: Tensor, num_ranks: int) -> Tensor:
+    """Tokens of every rank, [G] int32. home: [N]."""
+    return (home[:, None] == torch.arange(num_ranks, device=home.device)).sum(dim=0, dtype=torch.int32)
+
+
+def _count_before(home: Tensor, num_ranks: int) -> Tensor:
+    """How many tokens before each lie on its rank, [N] int64."""
+    on = home[:, None] == torch.arange(num_ranks, device=home.device)
+    return on.cumsum(dim=0).gather(1, home[:, None])[:, 0] - 1

@@ -1,0 +1,28 @@
+"""A model shared by two GPUs through our kernels is the model on one; see generate_ranks.py for what must hold."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(os.environ.get("SMOE_DATA", ROOT.parent / "shared/data")) / "models/ref-deepseek-v2"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["symmetric", "collectives"])
+def test_two_gpus_give_the_logits_and_the_text_of_one(backend, tmp_path):
+    from tests.runtime.models import make_map
+
+    if not MODEL.exists():
+        pytest.skip(f"{MODEL} is not there; name its folder's root by SMOE_DATA")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests/gpu/generate_ranks.py"), str(MODEL), str(make_map(MODEL, 2, tmp_path)), backend]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,101 @@
+"""The kernels compiled for a GPU (sm_90) without one: what the machine code must have, by pitfall."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from smoe_cli.runtime import barrier, combine, dispatch, launch, sag, srs  # noqa: E402
+
+POINTERS = {
+    "*i64": ["bases"],
+    "*i32": ["token_of_place", "needs", "experts", "flags", "epochs", "failures"],
+    "*fp32": ["weights"],
+    "*u8": ["labels"],
+    "*bf16": ["partial", "residual", "weight", "summed", "normed", "staged", "rows", "parts", "mixed"],
+}
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names} | {"epsilon": "fp32", "timeout": "i64"}
+KERNELS = {
+    "reduce_scatter": (srs.srs_kernel, {"RESIDUAL": False, "NORM": False}),
+    "reduce_scatter_norm": (srs.srs_kernel, {"RESIDUAL": True, "NORM": True}),
+    "all_gather": (sag.sag_kernel, {"LABELS": True}),
+    "dispatch": (dispatch.dispatch_kernel, {"K": 6, "KW": 8}),
+    "combine": (combine.combine_kernel, {}),
+}
+
+
+def compiled(kernel, warps, constants):
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if signature[name].startswith("*")
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def resources(cubin, folder):
+    """Registers and bytes of stack of a thread, as the disassembler tells."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+
+
+@pytest.fixture(scope="module", params=[(name, ranks) for name in KERNELS for ranks in (2, 8)], ids=str)
+def built(request, tmp_path_factory):
+    (name, ranks), hidden = request.param, 5120
+    form = launch.launch_for(name, 8192, ranks, hidden, 2)
+    kernel, constants = KERNELS[name]
+    if "SPLIT" in [parameter.name for parameter in kernel.params]:
+        constants = constants | {"SPLIT": form.split}
+    shape = {"H": hidden, "W": form.width, "N": form.rows, "G": ranks, "PROTOCOL": barrier.PTX.value}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+        code = compiled(kernel, form.warps, constants | shape)
+    return code.asm["ptx"], code.asm["ttir"], resources(code.asm["cubin"], tmp_path_factory.mktemp("cubin")), form
+
+
+def test_rows_move_sixteen_bytes_at_a_time(built):
+    ptx = built[0]
+    assert re.search(r"ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+    assert not re.search(r"(ld|st)\.global\.[a-z:.0-9]*[bu]16", ptx), "accesses two bytes wide"
+
+
+def test_one_release_and_one_acquire_a_peer_at_system_scope(built):
+    ptx = built[0]
+    assert len(re.findall(r"st\.release\.sys", ptx)) == 1
+    assert len(re.findall(r"ld\.acquire\.sys", ptx)) == 1
+
+
+def test_the_block_meets_before_its_release_and_after_its_wait_but_not_while_it_polls(built):
+    ptx = built[0]
+    release, poll = ptx.index("st.release.sys"), ptx.index("POLL:")
+    spin = ptx[poll : ptx.index("LEAVE:")]
+    assert "bar.sync" not in spin
+    assert re.search(r"bar\.sync\s+0;(?!.*(ld|st)\.global\.v4)", ptx[:release].split("st.global.v4")[-1], re.DOTALL)
+    assert "bar.sync" in ptx[poll:].split("ld.global")[0] or "bar.sync" in ptx[ptx.index("LEAVE:") :]
+
+
+def test_row_times_hidden_is_computed_in_sixty_four_bits(built):
+    _, ttir, _, _ = built
+    assert re.search(r"arith\.muli .*: tensor<\d+x1xi64>", ttir)
+    assert not re.search(r"arith\.muli .*: tensor<\d+x1xi32>", ttir)
+
+
+def test_nothing_is_spilt_and_registers_leave_room_for_the_block(built):
+    _, _, used, form = built
+    assert used["LOCAL"] == 0
+    assert used["REG"] * form.warps * 32 <= 65_536
