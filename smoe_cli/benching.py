@@ -33,6 +33,7 @@ from smoe_solvers.requests import route, route_in_turn
 
 PREDICTORS = (Predictor.TOKEN, Predictor.MARKOV)
 BATCH = 1024
+ON_CPU = ("--device", "cpu", "--calls", "1", "--repeats", "1")
 WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
 
 
@@ -141,7 +142,7 @@ def bench_placement(
         workload.save(path)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "smoe_cli.runtime.bench", "--workload", str(path), "--tokens", tokens, "--out", str(result)]
-        done = subprocess.run([*command, *(["--device", "cpu"] if cpu else [])], capture_output=True, text=True)
+        done = subprocess.run([*command, *(ON_CPU if cpu else [])], capture_output=True, text=True)
         if done.returncode or not result.exists():
             said = done.stderr.strip().splitlines() or ["no message"]
             raise MachineError(f"the {ranks} processes of the bench failed: {said[-1]}")

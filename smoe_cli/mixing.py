@@ -35,6 +35,12 @@ def choose_mix(
         return [], None
     sources = check_sources(next(tables.samples("fit")), tables.artefact.path)
     if robust:
+        unjudged = sorted(set(sources) - set(next(tables.samples("validation")).source or ()))
+        if unjudged:
+            raise ImpossibleError(
+                f"{tables.artefact.path} has no validation block of source {unjudged[0]}: what it gains cannot be "
+                "judged; record more of its text."
+            )
         return sources, None
     return sources, tuple((equal_mix(sources) if balance else read_mix(mix, sources)).items())
 

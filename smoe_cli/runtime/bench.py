@@ -291,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show_ratios(document)
         if given.out and dist.get_rank() == 0:
             given.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        dist.barrier()  # a process that leaves while another still sends takes it down
     finally:
         dist.destroy_process_group()
 

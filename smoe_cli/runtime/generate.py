@@ -201,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if dist.get_rank() == 0:
             texts = [result["prompt"] + result["text"] for result in document["results"]]
             print(json.dumps(document) if given.json else "\n".join(texts))
+        dist.barrier()  # a process that leaves while another still sends takes it down
     except SmoeError as error:
         return report(error, debug=False)
     finally:
