@@ -1,6 +1,7 @@
 """Hardware: measured curves that `--goal time` and predicted times rest on (files in `hardware/`), and costs of links.
 
-A model is one JSON object; what `smoe bench` writes can stand in for a shipped one:
+A model is one JSON object; what `smoe bench --out FILE` writes on GPUs holds one under `hardware`, and can stand in for
+a shipped one:
 
     format, format_version   "smoe-hardware", 1
     name                     free text, shown beside every predicted time
@@ -86,6 +87,8 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _parse(document: Any, where: str) -> Hardware:
+    if isinstance(document, dict) and "workloads" in document:  # of smoe bench
+        document = document.get("hardware")
     found = document.get("format") if isinstance(document, dict) else None
     version = document.get("format_version") if found == FORMAT else None
     if version != FORMAT_VERSION:

@@ -32,6 +32,7 @@ from smoe_cli.runtime.timing import Clock, Work
 from smoe_cli.runtime.workload import CONTIGUOUS, Workload, load_workload
 
 TOKENS = (64, 256, 1024, 4096, 16384)
+ELEMENT_BYTES = 2
 LAYER_CALLS = 2
 """Whole layers between two readings; they are long enough."""
 
@@ -116,6 +117,7 @@ def prepare_case(
         "tokens": tokens,
         "exchange": "symmetric" if fast else "library" if case.library else "collectives",
         "local_share": batch.local_share,
+        "busiest_load": batch.busiest_load,
         "rows": batch.rows,
         "total_rows": sum(batch.rows.values()),
     }
@@ -190,6 +192,30 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def hardware_model(workload: Workload, results: Sequence[dict[str, Any]], where: dict[str, Any]) -> dict[str, Any]:
+    """What `--hardware` takes: seconds of every stage by bytes through the busiest direction of the busiest rank, from
+    the cases without a shuffle; and the experts' FLOP/s, from the largest whole layer less its exchanges.
+    """
+    row_bytes = workload.shape.hidden * ELEMENT_BYTES
+    plain = [one for one in results if one["placement"] == CONTIGUOUS and not one["library"] and "layer" in one]
+    curves: dict[str, list[list[float]]] = {}
+    for one in plain:
+        if one["mode"] in ("sp-ep", "replicated"):
+            for stage, seconds in one["seconds"].items():
+                if stage != "all-reduce experts":
+                    curves.setdefault(stage, []).append([one["rows"][stage] * row_bytes, seconds])
+    largest = max((one for one in plain if one["mode"] == "sp-ep"), key=lambda one: int(one["tokens"]))
+    work = largest["busiest_load"] * 6 * workload.shape.hidden * workload.shape.width
+    return {
+        "format": "smoe-hardware",
+        "format_version": 1,
+        "name": f"{where['ranks']} x {where['device']}, {where['date']}",
+        "stages": curves,
+        "expert_flops": work / (largest["layer"] - largest["total"]),
+        "provenance": where,
+    }
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What was measured on: date, devices, versions, and the link as the environment has it."""
     cuda = device.type == "cuda"
@@ -246,6 +272,8 @@ def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, calls: i
             "results": results,
             "ratios": compare(results),
         }
+        if experts is not None:
+            document["hardware"] = hardware_model(workload, results, document["machine"])
     return document
 
 

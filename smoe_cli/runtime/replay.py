@@ -35,7 +35,7 @@ class Case:
 class Batch:
     """T tokens in one case, on one rank. partial: [T, H]; parts: [G * C, H] what its experts made of received rows;
     scores: None where nothing is shuffled; everywhere: what the router chose for all T; rows: stage -> rows through the
-    busiest direction of the busiest rank.
+    busiest direction of the busiest rank; busiest_load: activations of the rank that serves most.
     """
 
     plan: Plan
@@ -47,6 +47,7 @@ class Batch:
     num_slots: int
     rows: dict[str, int]
     local_share: float
+    busiest_load: int
 
 
 def make_batch(
@@ -92,6 +93,7 @@ def make_batch(
         num_slots=len(slots),
         rows=stage_rows(case.mode, needs, row_of_place >= 0, ranks),
         local_share=_local_share(workload, slots, row_of_place, ranks),
+        busiest_load=_busiest_load(workload, slots, row_of_place),
     )
 
 
@@ -123,6 +125,11 @@ def _local_share(workload: Workload, slots: Tensor, row_of_place: Tensor, ranks:
     home = torch.arange(len(row_of_place)) // (len(row_of_place) // ranks)
     rank = _rank_of_expert(workload, slots)[workload.experts[row_of_place[there]].long()]
     return float((rank == home[there][:, None]).float().mean())
+
+
+def _busiest_load(workload: Workload, slots: Tensor, row_of_place: Tensor) -> int:
+    rank = _rank_of_expert(workload, slots)[workload.experts[row_of_place[row_of_place >= 0]].long()]
+    return int(rank.flatten().bincount().max())
 
 
 def stage_rows(mode: str, needs: Tensor, occupied: Tensor, ranks: int) -> dict[str, int]:

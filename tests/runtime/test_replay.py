@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe_cli.runtime.bench import compare
+from smoe_cli.hardware import load_hardware
+from smoe_cli.runtime.bench import compare, hardware_model
 from smoe_cli.runtime.replay import Case, default_cases, make_batch, rank_needs, stage_rows
 from smoe_cli.runtime.workload import Shape, Workload, load_workload
 from tests.conftest import smoe
@@ -134,6 +135,25 @@ def test_ratios_compare_a_shuffle_with_the_same_kernels_without_one():
     assert found["sp-ep placed"]["time_ratio"] == 2.0
     assert found["sp-ep placed"]["row_ratio"] == pytest.approx(20 / 15)
     assert found["sp-ep contiguous"]["bound"] == pytest.approx(3.0 / (30 / 15))
+
+
+def test_what_a_bench_measured_is_a_hardware_model(tmp_path):
+    made = workload()
+    stages = {"reduce-scatter": 1e-5, "dispatch": 2e-5, "combine": 2e-5, "all-gather": 1e-5}
+    results = []
+    for tokens in (8, 16):
+        found = timed("sp-ep", "contiguous", 6e-5, 4) | {"tokens": tokens, "layer": 1e-4, "busiest_load": tokens}
+        results.append(found | {"seconds": stages, "rows": dict.fromkeys(stages, tokens)})
+        both = {"all-reduce": 3e-5, "all-reduce experts": 3e-5}
+        found = timed("replicated", "contiguous", 6e-5, 4) | {"tokens": tokens, "layer": 1e-4, "busiest_load": tokens}
+        results.append(found | {"seconds": both, "rows": dict.fromkeys(both, 2 * tokens)})
+    model = hardware_model(made, results, {"ranks": 2, "device": "X", "date": "2026-11-30"})
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"workloads": {}, "hardware": model}))
+    found = load_hardware(str(path))
+    assert found.name == "2 x X, 2026-11-30"
+    assert model["stages"]["dispatch"] == [[8 * 16 * 2, 2e-5], [16 * 16 * 2, 2e-5]]
+    assert found.expert_flops == pytest.approx(16 * 6 * 16 * 8 / 4e-5)
 
 
 def test_every_way_of_running_is_among_the_cases():
