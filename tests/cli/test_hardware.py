@@ -223,6 +223,7 @@ def test_nodes_are_a_special_case_of_a_cost_matrix(place, tmp_path):
     ],
 )
 def test_ranks_and_hardware_that_cannot_be_are_refused_before_any_work(tabled, run_smoe, options, code, says):
+    np.save(tabled / "cost.npy", 1 - np.eye(4))
     (tabled / "small.json").write_text("[[0, 1], [1, 0]]")
     (tabled / "text.json").write_text("cost")
     (tabled / "ragged.json").write_text("[[0, 1], [1]]")

@@ -258,7 +258,7 @@ def test_an_expert_twice_on_a_rank_is_found_when_a_placement_is_read(folder, tmp
         (["--ep", "4", "--redundant", "1", "--goal", "ilp"], 2, "--goal ilp"),
         (["--ep", "4", "--redundant", "1", "--nodes", "2"], 2, "--nodes"),
         (["--ep", "4", "--redundant", "1", "--compare"], 2, "--compare"),
-        (["--ep", "4", "--redundant", "1", "--groups", "whole"], 2, "--groups whole"),
+        (["--ep", "4", "--redundant", "1", "--groups", "whole"], 4, "--groups whole"),
     ],
 )
 def test_what_extra_slots_cannot_do_is_refused_before_any_work(options, code, named, folder):
