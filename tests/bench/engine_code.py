@@ -109,7 +109,7 @@ def main() -> None:
         assert (np.sort(ours, axis=2) == np.sort(log2phy.numpy()[:, :, :width], axis=2)).all()
         said = faults(back, 256, RANKS)
         layers, slots = phy2log.shape
-        print(f"eplb.pt: its balancer's {layers} x {slots} map is read; of it we say: {said[:2] or 'sound'}")
+        print(f"eplb.pt: its balancer's {layers} x {slots} map is read; {len(said)} layers have faults: {said[:1]}")
 
 
 if __name__ == "__main__":
