@@ -2,7 +2,8 @@
 
 The work of a round grows with E x G x rows; assigning rows under the quota costs about twelve times what their fan-out
 does. One layer may cost an effort's BUDGET, all layers together TOTAL. As many rounds are done as that pays for, at
-most MOST_ROUNDS times the usual ones and one for each expert; where not even the usual ones fit there are fewer starts.
+most MOST_ROUNDS times the usual ones and one for each expert; where not even the usual ones fit there are fewer starts,
+and fewer descents in a round.
 """
 
 from dataclasses import dataclass, replace
@@ -79,6 +80,8 @@ def settings_for(problem: Problem, effort: Effort, layers: int = 1) -> Settings:
         usual,
         soft=max(round(usual.soft * share), min(usual.soft, 6)),
         polished=max(round(usual.polished * share), min(usual.polished, 2)),
+        elites_polished=max(round(usual.elites_polished * share), min(usual.elites_polished, 1)),
+        kicks=max(round(usual.kicks * share), min(usual.kicks, 1)),
         rounds=int(min(usual.rounds * MOST_ROUNDS, problem.num_experts, affordable)) if usual.rounds else 0,
         blocks=blocks,
         sets=sets,
