@@ -18,6 +18,7 @@ import torch
 from smoe_cli.breakdown import CEILINGS, ORACLE, row_facts
 from smoe_cli.errors import UsageError
 from smoe_cli.evaluation import LayerRun, held_out, walk_layers
+from smoe_cli.hardware import WIDTH_KEYS
 from smoe_cli.placement import layer_predictors, read_placement, read_runtime
 from smoe_cli.request_routing import held_out_requests
 from smoe_cli.runtime.workload import CONTIGUOUS, PLACED, Shape, Workload
@@ -34,7 +35,6 @@ from smoe_solvers.requests import route, route_in_turn
 PREDICTORS = (Predictor.TOKEN, Predictor.MARKOV)
 BATCH = 1024
 ON_CPU = ("--device", "cpu", "--calls", "1", "--repeats", "1")
-WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
 
 
 def record_workload(
