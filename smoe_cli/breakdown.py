@@ -195,9 +195,13 @@ def _means(scores: SetScores) -> dict[str, float]:
 # Documents.
 
 
-def plain_figures(figures: Figures, wire_rows: dict[str, float], hidden_size: int | None) -> dict[str, Any]:
-    """Figures as a plain dictionary with what travels: rows, and bytes where a row's size is known."""
+def plain_figures(
+    figures: Figures, wire_rows: dict[str, float], hidden_size: int | None, microseconds: dict[str, float]
+) -> dict[str, Any]:
+    """Figures as a plain dictionary with what travels: rows, bytes where a row's size is known, and predicted times."""
     found = asdict(figures) | {"wire_rows": wire_rows}
+    if microseconds:
+        found["microseconds"] = {str(way): time for way, time in microseconds.items()}
     if hidden_size:
         found["wire_bytes"] = {way: rows * hidden_size * WIRE_ELEMENT_BYTES for way, rows in wire_rows.items()}
     return found

@@ -4,7 +4,7 @@ Axes: N held-out rows, E experts, G ranks, K experts a token.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,25 @@ from smoe_cli.breakdown import (
     groupings,
     hottest_of_ids,
     mean_tree,
-    plain_figures,
     row_facts,
     score_logits,
     share,
 )
 from smoe_cli.console import Console
 from smoe_cli.contraction import contract_tables
+from smoe_cli.evaluation_detail import layer_detail
 from smoe_cli.folder import EVALUATION, sibling
+from smoe_cli.hardware import Hardware
 from smoe_cli.placement import Placement, contiguous_placement, layer_predictors, read_placement, read_runtime
-from smoe_cli.request_routing import WAY, RequestSums, arriving_requests, held_out_requests, request_document
+from smoe_cli.predicted_time import Pricing, price
+from smoe_cli.request_routing import (
+    WAY,
+    RequestSums,
+    arriving_requests,
+    held_out_requests,
+    request_document,
+    requests_in_turn,
+)
 from smoe_profiles.artefact import Artefact, publish, require_parent
 from smoe_profiles.errors import ImpossibleError, InputError, SmoeError
 from smoe_profiles.gates import GateRecord, GateRows, gate_record
@@ -42,14 +51,8 @@ from smoe_profiles.tables import Tables
 from smoe_profiles.trace import ExpertIds, Trace, TraceLayer
 from smoe_solvers.choices import Assignment, Predictor
 from smoe_solvers.expert_prediction import score_rows
-from smoe_solvers.figures import (
-    Figures,
-    home_by_scores,
-    home_without_shuffle,
-    mean_figures,
-    measure,
-    wire_rows,
-)
+from smoe_solvers.figures import Figures, home_by_scores, home_without_shuffle, measure
+from smoe_solvers.methods.load import balance_load
 from smoe_solvers.predictors import (
     Context,
     LayerPredictors,
@@ -64,6 +67,9 @@ from smoe_solvers.redundancy import Copies
 
 STATES = tuple(CEILINGS)
 SHUFFLED = {"contiguous": "shuffled", "placed": "placed+shuffled"}
+BALANCED = "load-balanced"
+"""Beside the six states: experts placed by load alone, as serving engines do."""
+
 GATED = (Predictor.EARLY_GATE, Predictor.LINEAR)
 """Predictors that need what is known just before a layer's attention."""
 
@@ -132,14 +138,15 @@ class _Side:
 class LayerRun:
     """One layer walked under both placements.
 
-    shuffles: its states, in order of STATES and predictors; token_scores: [N, G] of the token table by placement;
-    predictors: the placed side's.
+    shuffles: its states, in order of STATES and predictors; balanced: experts placed by load alone in as many slots;
+    token_scores: [N, G] of the token table by placement; predictors: the placed side's.
     """
 
     layer: TraceLayer
     experts: ExpertIds
     gate: GateRows | None
     shuffles: list[Shuffle]
+    balanced: Shuffle
     token_scores: dict[str, npt.NDArray[np.uint8]]
     predictors: LayerPredictors
 
@@ -170,18 +177,35 @@ def walk_layers(
         shuffles, token_scores = [], {}
         for name, side in sides.items():
             hosts, context = side.placement.hosts[index], side.context(rows.token_id, gate)
-            counts = local_counts(experts, hosts)
-            copies = Copies(experts, hosts) if side.placement.redundant else None
-            plain = Shuffle(name, NONE, counts, None, {how.value: still for how in Assignment}, copies)
+            plain = _plain(name, experts, hosts, still, side.placement.redundant)
             shuffles.append(plain)
             for predictor in predictors:
                 scores = score(side.layers[index], predictor, context, hosts, layer.top_k)
                 shuffles.append(_shuffle(plain, SHUFFLED[name], predictor.value, scores, batch))
-            shuffles.append(_shuffle(plain, CEILINGS[name], ORACLE, quantise(counts, layer.top_k), batch))
+            shuffles.append(_shuffle(plain, CEILINGS[name], ORACLE, quantise(plain.counts, layer.top_k), batch))
             token_scores[name] = score(side.layers[index], Predictor.TOKEN, context, hosts, layer.top_k)
             side.labels.append(rank_labels(experts, hosts))
         shuffles.sort(key=lambda shuffle: STATES.index(shuffle.state))
-        yield LayerRun(layer, experts, gate, shuffles, token_scores, served[index])
+        hosts = _balanced_hosts(tables, layer, placement)
+        balanced = _plain(BALANCED, experts, hosts, still, placement.redundant)
+        yield LayerRun(layer, experts, gate, shuffles, balanced, token_scores, served[index])
+
+
+def _plain(
+    state: str, experts: ExpertIds, hosts: npt.NDArray[np.bool_], still: npt.NDArray[np.int32], redundant: bool
+) -> Shuffle:
+    """Rows that stay where they are. experts: [N, K]; hosts: [E, G]; still: [N]."""
+    homes = {how.value: still for how in Assignment}
+    copies = Copies(experts, hosts) if redundant else None
+    return Shuffle(state, NONE, local_counts(experts, hosts), None, homes, copies)
+
+
+def _balanced_hosts(tables: Tables, layer: TraceLayer, placement: Placement) -> npt.NDArray[np.bool_]:
+    """Where an engine's load balancer would put this layer's experts, [E, G], by the load that the tables counted."""
+    load = tables.statistics(layer)["popularity"].sum(axis=0)
+    slots = balance_load(load, placement.num_ranks, placement.physical_to_logical.shape[1])
+    hosts: npt.NDArray[np.bool_] = Placement((layer.id,), slots[None], placement.num_ranks).hosts[0]
+    return hosts
 
 
 def _shuffle(plain: Shuffle, state: str, predictor: str, scores: npt.NDArray[np.uint8], batch: int) -> Shuffle:
@@ -211,25 +235,6 @@ def layer_figures(run: LayerRun, batch: int) -> Measured:
     }
 
 
-def evaluate_placement(
-    rows: HeldOut,
-    tables: Tables,
-    placement: Placement,
-    served: Sequence[LayerPredictors],
-    choice: TokenChoice,
-    *,
-    predictors: Sequence[Predictor],
-    batch: int,
-    progress: Callable[[int], None],
-) -> list[Measured]:
-    """Figures of every layer. served: the placement's own predictors; the contiguous ones are contracted here."""
-    measured = []
-    for run in walk_layers(rows, tables, placement, served, choice, predictors=predictors, batch=batch):
-        measured.append(layer_figures(run, batch))
-        progress(1)
-    return measured
-
-
 def _check_predictors(predictors: Sequence[Predictor], served: Sequence[LayerPredictors], chosen: Artefact) -> None:
     """Raises ImpossibleError for a predictor that the placement does not carry."""
     carried = {Predictor.SELECTED, *served[0].available()}
@@ -240,31 +245,21 @@ def _check_predictors(predictors: Sequence[Predictor], served: Sequence[LayerPre
             )
 
 
-def mean_over_layers(measured: list[Measured]) -> Measured:
-    return {
-        state: {
-            predictor: {
-                assignment: mean_figures([layer[state][predictor][assignment] for layer in measured])
-                for assignment in measured[0][state][predictor]
-            }
-            for predictor in measured[0][state]
-        }
-        for state in STATES
-    }
+def layer_document(run: LayerRun, pricing: Pricing) -> dict[str, Any]:
+    """A layer's figures as plain dictionaries: state -> predictor -> assignment -> figures."""
+    measured = layer_figures(run, pricing.batch)
+    document: dict[str, dict[str, Any]] = {}
+    for shuffle in run.shuffles:
+        figures = measured[shuffle.state][shuffle.predictor]
+        document.setdefault(shuffle.state, {})[shuffle.predictor] = pricing.shuffle(shuffle, figures)
+    return document
 
 
-def as_document(measured: Measured, ranks: int, hidden_size: int | None) -> dict[str, Any]:
-    """Figures as plain dictionaries, wire rows of every way to run a layer beside them."""
-    return {
-        state: {
-            predictor: {
-                assignment: plain_figures(figures, wire_rows(figures.remote_fanout, ranks), hidden_size)
-                for assignment, figures in by_assignment.items()
-            }
-            for predictor, by_assignment in by_predictor.items()
-        }
-        for state, by_predictor in measured.items()
-    }
+def balanced_document(run: LayerRun, pricing: Pricing) -> dict[str, object]:
+    """Figures of experts placed by load alone; tokens stay, so both assignments are one."""
+    balanced, rule = run.balanced, Assignment.RULE.value
+    figures = measure(balanced.counts, balanced.homes[rule], pricing.batch, None, balanced.copies)
+    return pricing.shuffle(balanced, {rule: figures})[rule]
 
 
 def foretold_experts(
@@ -315,30 +310,44 @@ class _Gathering:
     """What is gathered layer by layer, and the document it makes."""
 
     partitions: dict[str, Grouping]
-    ranks: int
-    hidden_size: int | None
+    pricing: Pricing
+    shown: Predictor
     sums: dict[str, RequestSums]
     layers: dict[str, Any] = field(default_factory=dict)
+    balanced: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, run: LayerRun, batch: int, experts: dict[str, Any]) -> None:
-        name = str(run.layer.id)
-        self.layers[name] = as_document(layer_figures(run, batch), self.ranks, self.hidden_size)
+    def add(self, run: LayerRun, experts: dict[str, Any]) -> None:
+        name, layer = str(run.layer.id), run.layer
+        self.layers[name] = layer_document(run, self.pricing)
+        self.balanced[name] = balanced_document(run, self.pricing)
+        self.detail[name] = layer_detail(run.experts, layer.num_experts, layer.top_k, run.shuffles, self.shown)
         self.experts[name] = experts
         for key, partition in self.partitions.items():
             self.groups.setdefault(key, {})[name] = group_layer(partition, run.shuffles)
         for placement, sums in self.sums.items():
-            plain = run.plain(placement)
-            sums.add(plain.counts, run.token_scores[placement], plain.copies)
+            plain = run.balanced if placement == BALANCED else run.plain(placement)
+            sums.add(plain.counts, run.token_scores.get(placement), plain.copies)
 
     def document(self) -> dict[str, Any]:
         by_group = {key: group_document(self.partitions[key], layers) for key, layers in self.groups.items()}
+        names = list(self.layers)
+        sums = {name: sums for name, sums in self.sums.items() if name != BALANCED}
+        balanced = requests_in_turn(self.sums[BALANCED], names, self.pricing)
         return by_group | {
             "total": mean_tree(list(self.layers.values())),
             "layers": self.layers,
             "experts": {"total": mean_tree(list(self.experts.values())), "layers": self.experts},
-            WAY: request_document(self.sums, list(self.layers), self.hidden_size),
+            WAY: request_document(sums, names, self.pricing),
+            "load_balancer": {
+                "method": "eplb",
+                "total": mean_tree(list(self.balanced.values())),
+                "layers": self.balanced,
+                WAY: balanced,
+            },
+            "detail": {"layers": self.detail},
         }
 
 
@@ -351,6 +360,7 @@ def measure_placement(
     batch: int,
     max_tokens: int | None,
     arrivals: Path | None,
+    hardware: Hardware,
     console: Console,
 ) -> dict[str, Any]:
     """Measure and publish evaluation-epG/ (an earlier one is replaced). Returns what evaluation.json holds.
@@ -368,11 +378,12 @@ def measure_placement(
     facts = row_facts(trace, rows.record, len(rows.token_id))
     requests = arriving_requests(arrivals, facts) if arrivals else held_out_requests(facts)
     occurrences, _ = tables.vocabulary()
+    pricing = price(tables, hardware, placement.num_ranks, _hidden_size(trace), batch)
     gathering = _Gathering(
         groupings(facts, rows.token_id, occurrences.sum(axis=0)),
-        placement.num_ranks,
-        _hidden_size(trace),
-        {name: RequestSums(requests) for name in SHUFFLED},
+        pricing,
+        predictors[0],
+        {name: RequestSums(requests) for name in (*SHUFFLED, BALANCED)},
     )
     context = {
         "trace": trace.artefact.id,
@@ -385,7 +396,8 @@ def measure_placement(
         "quota": "ceil(T/G)",
         "ranks": placement.num_ranks,
         "predictors": [predictor.value for predictor in predictors],
-        "hidden_size": gathering.hidden_size,
+        "hidden_size": pricing.hidden_size,
+        "hardware": hardware.name if pricing.costs else None,
         "requests": requests.facts,
     }
     choice = TokenChoice(**json.loads(metadata["token_table"]))
@@ -399,7 +411,7 @@ def measure_placement(
     ) as draft:
         with console.progress("measuring", len(trace.layers), "layers") as advance:
             for run in walk_layers(rows, tables, placement, served, choice, predictors=predictors, batch=batch):
-                gathering.add(run, batch, foretold_experts(run, tables, rows.token_id, predictors))
+                gathering.add(run, foretold_experts(run, tables, rows.token_id, predictors))
                 advance(1)
         document = gathering.document() | {"context": context}
         (draft.path / "evaluation.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, plain_figures, share
+from smoe_cli.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, share
+from smoe_cli.predicted_time import Pricing
 from smoe_profiles.artefact import file_hash
 from smoe_profiles.errors import InputError
 from smoe_solvers.assignment import Int32Array, Int64Array
@@ -162,12 +163,14 @@ class RequestSums:
     copies: list[Copies | None] = field(default_factory=list)
     wishes: Int64Array | None = None
 
-    def add(self, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8], copies: Copies | None) -> None:
-        """Take in one layer. counts: [N, G] n_g; scores: [N, G] of the token table."""
+    def add(self, counts: npt.NDArray[np.int32], scores: npt.NDArray[np.uint8] | None, copies: Copies | None) -> None:
+        """Take in one layer. counts: [N, G] n_g; scores: [N, G] of the token table; None: no router."""
         requests = self.requests
         self.held.append(requests.sums(counts, requests.length))
         self.needed.append(requests.sums((counts > 0).astype(np.int8), requests.length))
         self.copies.append(copies)
+        if scores is None:
+            return
         wished = requests.sums(scores, requests.prompt)
         self.wishes = wished if self.wishes is None else self.wishes + wished
 
@@ -185,12 +188,16 @@ class RequestSums:
         """Round robin, the token table's router, and the one that knows the true routing."""
         assert self.wishes is not None
         truth = np.sum(self.held, axis=0)
-        turns = route_in_turn(*truth.shape)
         return [
-            Route(self, NONE, None, {how.value: turns for how in Assignment}),
+            self.in_turn(),
             Route(self, Predictor.TOKEN.value, self.wishes, _homes(self.wishes)),
             Route(self, ORACLE, truth, _homes(truth)),
         ]
+
+    def in_turn(self) -> "Route":
+        """Round robin."""
+        turns = route_in_turn(*self.held[0].shape)
+        return Route(self, NONE, None, {how.value: turns for how in Assignment})
 
 
 def _homes(wishes: Int64Array) -> dict[str, Int32Array]:
@@ -221,7 +228,16 @@ class Route:
         return imbalance(rows_by_rank(self.sums.requests.length, self.homes[how], ranks))
 
 
-def request_document(sums: dict[str, RequestSums], layer_ids: Sequence[str], hidden_size: int | None) -> dict[str, Any]:
+def requests_in_turn(sums: RequestSums, layer_ids: Sequence[str], pricing: Pricing) -> dict[str, Any]:
+    """{total, layers: {id: ...}} -> figures, of requests that take ranks in turn."""
+    route = sums.in_turn()
+    layers = {
+        layer: pricing.requests(route.measure(index)[Assignment.RULE.value]) for index, layer in enumerate(layer_ids)
+    }
+    return {"total": mean_tree(list(layers.values())), "layers": layers}
+
+
+def request_document(sums: dict[str, RequestSums], layer_ids: Sequence[str], pricing: Pricing) -> dict[str, Any]:
     """{total, layers: {id: ...}} -> state -> router -> assignment -> figures. sums: of both placements."""
     routes = {
         state: found
@@ -229,11 +245,11 @@ def request_document(sums: dict[str, RequestSums], layer_ids: Sequence[str], hid
         for state, found in zip(STATES[placement], mine.routes(), strict=True)
     }
     routes = {state: routes[state] for state in CEILINGS}
-    layers = {layer: _layer_document(routes, index, hidden_size) for index, layer in enumerate(layer_ids)}
+    layers = {layer: _layer_document(routes, index, pricing) for index, layer in enumerate(layer_ids)}
     return {"total": mean_tree(list(layers.values())), "layers": layers}
 
 
-def _layer_document(routes: dict[str, Route], index: int, hidden_size: int | None) -> dict[str, Any]:
+def _layer_document(routes: dict[str, Route], index: int, pricing: Pricing) -> dict[str, Any]:
     """One layer, each state with its share of the oracle's lar and what is sent and returned."""
     measured = {state: found.measure(index) for state, found in routes.items()}
 
@@ -241,6 +257,6 @@ def _layer_document(routes: dict[str, Route], index: int, hidden_size: int | Non
         figures = measured[state][how]
         compared = replace(figures, oracle_share=share(figures.lar, measured[CEILINGS[state]][how].lar))
         held = {"row_imbalance": routes[state].row_imbalance(how)}
-        return plain_figures(compared, {WAY: 2 * figures.remote_fanout}, hidden_size) | held
+        return pricing.requests(compared) | held
 
     return {state: {found.router: {how: plain(state, how) for how in found.homes}} for state, found in routes.items()}

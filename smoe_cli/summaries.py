@@ -120,7 +120,7 @@ def _evaluation(artefact: Artefact) -> dict[str, Any]:
     content = read_json(path)
     try:
         total = {state: content["total"][state] for state in STATES}
-        return {"total": total, "context": content["context"]}
+        return {"total": total, "load_balancer": content["load_balancer"], "context": content["context"]}
     except (KeyError, TypeError) as error:
         raise InputError(f"{path} does not hold what smoe evaluate writes ({error!r}).") from error
 

@@ -1,4 +1,8 @@
-"""No test reaches a network or the user's own hub cache: both are switched off before anything reads them."""
+"""No test reaches a network or the user's own hub cache: both are switched off before anything reads them.
+
+Hypothesis draws the same examples in every run and never judges by the clock, so that a run can be repeated; new
+examples are what `make fuzz` is for.
+"""
 
 import json
 import os
@@ -7,7 +11,13 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 _HUB = tempfile.TemporaryDirectory(prefix="smoe-hub-")  # removed when the tests end

@@ -1,7 +1,6 @@
 """smoe evaluate: what a placement and a shuffle are worth on held-out tokens."""
 
 import math
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,16 +8,10 @@ import typer
 
 from smoe_cli.console import Console
 from smoe_cli.options import Common, HashesOption, PlacementOption
-from smoe_solvers.choices import Predictor
+from smoe_solvers.choices import Mode, Predictor
 
-JUDGED = "placed+shuffled"
-
-
-class Mode(StrEnum):
-    """How a layer is run: tokens are shuffled, or whole requests are routed (design 1)."""
-
-    SPECULATIVE = "speculative"
-    DP_EP = "dp-ep"
+SHUFFLING = (Mode.SPECULATIVE, Mode.DP_EP)
+"""Ways to run a layer that move tokens, or whole requests, to the ranks of their experts."""
 
 
 def evaluate(
@@ -33,14 +26,23 @@ def evaluate(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens in a batch.")] = 1024,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Use the first so many rows.")] = None,
     mode: Annotated[
-        Mode, typer.Option("--mode", help="What to show and judge: tokens shuffled, or requests routed (attention-DP).")
+        Mode,
+        typer.Option(
+            "--mode",
+            help="How the layer is run, for predicted times and --fail-*: tokens shuffled (speculative), requests "
+            "routed (dp-ep), or neither.",
+        ),
     ] = Mode.SPECULATIVE,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="nvlink-h200, pcie, ethernet, or a file of smoe bench.")
+    ] = "nvlink-h200",
     requests: Annotated[
         Path | None,
         typer.Option("--requests", help="Arrivals and lengths as JSON lines; default: each held-out sequence is one."),
     ] = None,
     fail_under: Annotated[
-        list[str] | None, typer.Option("--fail-under", help="lar=.45: exit 5 if placed+shuffled is below; repeatable.")
+        list[str] | None,
+        typer.Option("--fail-under", help="lar=.45: exit 5 if it is below (placed+shuffled, or placed); repeatable."),
     ] = None,
     fail_over: Annotated[
         list[str] | None, typer.Option("--fail-over", help="remote_fanout=1.7: exit 5 if it is above; repeatable.")
@@ -51,6 +53,7 @@ def evaluate(
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.evaluation import measure_placement
     from smoe_cli.folder import TABLES, TRACE, applied, choose_placement
+    from smoe_cli.hardware import load_hardware
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
 
@@ -67,24 +70,43 @@ def evaluate(
         batch=batch,
         max_tokens=max_tokens,
         arrivals=requests,
+        hardware=load_hardware(hardware),
         console=common.console,
     )
-    following = None if applied(chosen) else common.next(f"smoe regroup --placement {chosen.path.name}")
-    shown, judge = (show_requests, Predictor.TOKEN) if mode is Mode.DP_EP else (show_tokens, predictors[0])
-    common.console.result(document, lambda: shown(common.console, document), following)
-    total = document[mode]["total"] if mode is Mode.DP_EP else document["total"]
-    judged = total[JUDGED][judge.value]["rule"]
+    following = None if applied(chosen) else common.next("regroup", "--placement", chosen.path.name)
+    common.console.result(document, lambda: show(common.console, document, mode), following)
+    state, judge, judged = _judged(document, mode)
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]
     failures += [f"{name} is {judged[name]:.4f}, over {bound}" for name, bound in over.items() if judged[name] > bound]
     if failures:
-        raise CheckFailedError(f"{JUDGED}, {judge.value}, rule: {'; '.join(failures)}.")
+        raise CheckFailedError(f"{state}, {judge}, rule: {'; '.join(failures)}.")
+
+
+def _judged(document: dict[str, Any], mode: Mode) -> tuple[str, str, dict[str, float]]:
+    """What thresholds hold for: state, predictor and figures, the placement as it is run in this mode."""
+    tree = document[mode] if mode is Mode.DP_EP else document
+    state = "placed+shuffled" if mode in SHUFFLING else "placed"
+    by_predictor = tree["total"][state]
+    first = document["context"]["predictors"][0]
+    predictor = first if first in by_predictor else next(iter(by_predictor))
+    return state, predictor, by_predictor[predictor]["rule"]
+
+
+def show(console: Console, document: dict[str, Any], mode: Mode) -> None:
+    """What a reader of this way of running wants to see."""
+    if mode is Mode.DP_EP:
+        show_requests(console, document)
+    elif mode is Mode.SPECULATIVE:
+        show_tokens(console, document)
+    else:
+        show_states(console, document, mode)
 
 
 def show_tokens(console: Console, document: dict[str, Any]) -> None:
     """The states, what each predictor knows, and what travels."""
     show_states(console, document)
     for predictor in document["context"]["predictors"]:
-        figures = document["total"][JUDGED][predictor]["rule"]
+        figures = document["total"]["placed+shuffled"][predictor]["rule"]
         named = document["experts"]["total"].get(predictor, {}).get("traffic", {})
         experts = f", expert F1 {named['f1']:.2f}" if "f1" in named else ""
         console.line(
@@ -102,9 +124,11 @@ def show_requests(console: Console, document: dict[str, Any]) -> None:
         f"EP {document['context']['ranks']}, one a rank in each round"
     )
     total = document["dp-ep"]["total"]
-    _show_table(console, title, total)
+    balancer = document["load_balancer"][Mode.DP_EP]["total"]
+    _show_table(console, title, total, balancer, document["context"]["hardware"], Mode.DP_EP)
     at_once = {
-        router: total[state][router]["exact"]["lar"] for state, router in ((JUDGED, "token"), ("oracle", "oracle"))
+        router: total[state][router]["exact"]["lar"]
+        for state, router in (("placed+shuffled", "token"), ("oracle", "oracle"))
     }
     console.line(
         "lar with a round's requests placed at once: {token:.3f} (token), {oracle:.3f} (oracle)".format(**at_once)
@@ -117,33 +141,50 @@ def show_requests(console: Console, document: dict[str, Any]) -> None:
 def _show_end(console: Console, document: dict[str, Any]) -> None:
     """What travels in both ways of running, and where the rest is."""
     first = document["context"]["predictors"][0]
-    speculative = document["total"][JUDGED][first]["rule"]["wire_rows"]["speculative"]
-    routed = document["dp-ep"]["total"][JUDGED]["token"]["rule"]["wire_rows"]["dp-ep"]
+    speculative = document["total"]["placed+shuffled"][first]["rule"]["wire_rows"]["speculative"]
+    routed = document["dp-ep"]["total"]["placed+shuffled"]["token"]["rule"]["wire_rows"]["dp-ep"]
     console.line(f"rows sent, a token and layer: speculative {speculative:.2f} ({first}), dp-ep {routed:.2f} (token)")
     console.line(f"{document['context']['unseen_tokens']:.1%} of rows are ids that the tables never saw")
     console.line("by layer, phase, source and token frequency, and experts: --json")
 
 
-def show_states(console: Console, document: dict[str, Any]) -> None:
-    """One row a state: the mean over layers, by the served rule."""
+def show_states(console: Console, document: dict[str, Any], mode: Mode = Mode.SPECULATIVE) -> None:
+    """One row a state: the mean over layers, by the served rule; without those that shuffle where the mode does not."""
     context = document["context"]
     title = (
         f"{context['rows']:,} held-out tokens, EP {context['ranks']}, batches of {context['batch']}, "
         f"quota {context['quota']}; contiguous lar is 1/{context['ranks']} in expectation"
     )
-    _show_table(console, title, document["total"])
+    total = document["total"]
+    if mode is not Mode.SPECULATIVE:
+        total = {state: total[state] for state in ("contiguous", "placed")}
+    _show_table(console, title, total, document["load_balancer"]["total"], context["hardware"], mode)
 
 
-def _show_table(console: Console, title: str, total: dict[str, Any]) -> None:
-    """One row a state and predictor. total: state -> predictor -> assignment -> figures."""
-    rows = []
+def _show_table(
+    console: Console, title: str, total: dict[str, Any], balancer: dict[str, Any], hardware: str | None, mode: Mode
+) -> None:
+    """One row a state and predictor, experts placed by load alone after contiguous ones.
+
+    total: state -> predictor -> assignment -> figures; a state without a shuffle is timed as sp-ep beside speculative.
+    """
+    labelled = []
     for state, by_predictor in total.items():
         for predictor, by_assignment in by_predictor.items():
-            figures = by_assignment["rule"]
             label = state if predictor in ("none", "oracle") else f"{state} ({predictor})"
-            names = ("lar", "fanout", "remote_fanout", "load_imbalance")
-            rows.append([label, *(f"{figures[name]:.3f}" for name in names)])
-    console.table(title, ["state", "lar", "fan-out", "remote fan-out", "load imbalance"], rows)
+            labelled.append((label, by_assignment["rule"]))
+    labelled.insert(1, ("load-balanced", balancer))
+    rows = []
+    for label, figures in labelled:
+        names = ("lar", "fanout", "remote_fanout", "load_imbalance")
+        times = figures.get("microseconds", {})
+        time = times.get(mode, times.get(Mode.SP_EP))
+        rows.append([label, *(f"{figures[name]:.3f}" for name in names), *([f"{time:.1f}"] if time else [])])
+    columns = ["state", "lar", "fan-out", "remote fan-out", "load imbalance"]
+    console.table(title, [*columns, "layer us"] if hardware else columns, rows)
+    if hardware:
+        compared = "; sp-ep where tokens stay" if mode is Mode.SPECULATIVE else ""
+        console.line(f"layer us: predicted, {mode} on {hardware}{compared}")
 
 
 def _thresholds(option: str, texts: list[str]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from smoe_cli.app import run
 from smoe_cli.contraction import choose_smoothing, contract_tables, kept_local
-from smoe_cli.evaluation import HeldOut, evaluate_placement, mean_over_layers
+from smoe_cli.evaluation import HeldOut, layer_figures, walk_layers
 from smoe_cli.placement import Placement
 from smoe_cli.solve_options import SolveOptions
 from smoe_cli.solving import solve_layers
@@ -21,7 +21,9 @@ from smoe_profiles.capture.linear import RECENT
 from smoe_profiles.gates import gate_record
 from smoe_profiles.tables import Tables, open_tables
 from smoe_profiles.trace import Trace, open_trace
+from smoe_profiles.workers import LocalWorkers
 from smoe_solvers.choices import Effort, Goal, Method, Predictor
+from smoe_solvers.figures import Figures, mean_figures
 from smoe_solvers.linear import choose_ridge
 from smoe_solvers.methods.metis import metis_placements
 from smoe_solvers.predictors import by_rank, choose_temperature, inclusion, local_counts, quantise
@@ -77,7 +79,7 @@ def default_placement(tables: Tables, ranks: int) -> Placement:
         ep=ranks, goal=Goal.BLEND, method=Method.CE, effort=Effort.DEFAULT, theta=0.1, mu=0.25, seed=0,
         whole_groups=False, metis_seeds=False,
     )  # fmt: skip
-    return solve_layers(tables, options, 2, lambda _: None)[0]
+    return solve_layers(tables, options, LocalWorkers(2), lambda _: None)[0]
 
 
 def report(name: str, tables: Tables, trace: Trace, placement: Placement, predictors: list[Predictor]) -> None:
@@ -87,20 +89,22 @@ def report(name: str, tables: Tables, trace: Trace, placement: Placement, predic
     record = gate_record(trace.artefact.path)
     ids = record.token_id("heldout") if record else trace.read(["token_id"], "heldout")["token_id"].astype(np.uint32)
     rows = HeldOut(trace, ids[:HELD_OUT], record)
-    measured = evaluate_placement(
-        rows, tables, placement, served, choice, predictors=predictors, batch=BATCH, progress=lambda _: None
-    )
-    total = mean_over_layers(measured)
+    runs = walk_layers(rows, tables, placement, served, choice, predictors=predictors, batch=BATCH)
+    measured = [layer_figures(run, BATCH) for run in runs]
+
+    def mean(state: str, predictor: str, assignment: str) -> Figures:
+        return mean_figures([layer[state][predictor][assignment] for layer in measured])
+
     ceiling = [layer["oracle"]["oracle"]["exact"].lar for layer in measured]
-    oracle, bare = total["oracle"]["oracle"]["exact"], total["contiguous"]["none"]["exact"]
+    oracle, bare = mean("oracle", "oracle", "exact"), mean("contiguous", "none", "exact")
     print(
         f"\n{name}: {len(rows.token_id):,} held-out tokens; oracle lar {oracle.lar:.3f}, fan-out {oracle.fanout:.3f}; "
         f"contiguous lar {bare.lar:.3f}, remote {bare.remote_fanout:.3f}\n"
         f"{'predictor':<12}{'lar':>7}{'rule':>7}{'share':>7}{'remote':>8}  share of the oracle's lar by layer"
     )
     for predictor in predictors:
-        exact = total["placed+shuffled"][predictor.value]["exact"]
-        rule = total["placed+shuffled"][predictor.value]["rule"]
+        exact = mean("placed+shuffled", predictor.value, "exact")
+        rule = mean("placed+shuffled", predictor.value, "rule")
         shares = [
             layer["placed+shuffled"][predictor.value]["exact"].lar / top
             for layer, top in zip(measured, ceiling, strict=True)

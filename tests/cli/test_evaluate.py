@@ -5,6 +5,7 @@ import json
 import lzma
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+import smoe_cli.hardware
 from smoe_cli.breakdown import by_frequency, score_logits
 from smoe_cli.request_routing import read_arrivals
 from smoe_profiles.errors import InputError
@@ -137,6 +139,124 @@ def test_bytes_on_the_wire_are_rows_of_the_hidden_size_in_two_bytes(found, folde
     assert without["context"]["hidden_size"] is None
     assert "wire_bytes" not in without["total"]["placed+shuffled"]["token"]["rule"]
     assert "wire_bytes" not in without["dp-ep"]["total"]["placed"]["none"]["rule"]
+
+
+# Predicted times, the load balancer, and what a report draws.
+
+
+def curve_by_hand(points, size):
+    """Seconds at `size` bytes: linear between points, no point slower than a larger one, flat below the first."""
+    points = sorted(points)
+    points = [(x, min(y for later, y in points if later >= x)) for x, _ in points]
+    if size <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if size <= x1:
+            return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    (x0, y0), (x1, y1) = points[-2:]
+    return y1 + (y1 - y0) * (size - x1) / (x1 - x0)
+
+
+def microseconds_by_hand(stages, flops, width, batches_of_ranks, homes, way):
+    """The mean over batches, by rows: what every row moves, dispatch and combine, the busiest rank's experts."""
+    hidden = find_model("tiny-mixtral").spec.hidden_size
+    total = rows = 0
+    for ranks, home in zip(batches_of_ranks, homes, strict=True):
+        share = len(ranks) * hidden * 2 * (RANKS - 1) / RANKS
+        sent, got, load = [0] * RANKS, [0] * RANKS, [0] * RANKS
+        for mine, here in zip(ranks, home, strict=True):
+            for rank in mine:
+                load[rank] += 1
+            for rank in set(mine) - {int(here)}:
+                sent[here] += 1
+                got[rank] += 1
+        wire = max(sent + got) * hidden * 2
+        moves = {
+            "sp-ep": [("reduce-scatter", share), ("all-gather", share)],
+            "speculative": [("reduce-scatter", share), ("all-gather", share)],
+            "ar-ep": [("all-reduce", 2 * share), ("all-gather", share)],
+        }[way] + [("dispatch", wire), ("combine", wire)]
+        seconds = sum(curve_by_hand(stages[stage], size) for stage, size in moves)
+        total += len(ranks) * (seconds + max(load) * 6 * hidden * width / flops)
+        rows += len(ranks)
+    return total / rows * 1e6
+
+
+def test_a_predicted_time_is_that_of_the_busiest_rank_of_every_batch(found, rows, runtime, ranks_of):
+    shipped = json.loads((Path(smoe_cli.hardware.__file__).parent / "hardware/nvlink-h200.json").read_text())
+    width = json.loads((find_model("tiny-mixtral").local_folder() / "config.json").read_text())["intermediate_size"]
+    machine = (shipped["stages"], shipped["expert_flops"], width)
+    cuts = [slice(i, i + 64) for i in range(0, len(rows), 64)]
+    ranks = [ranks_of[LAYER][cut] for cut in cuts]
+    still = [[i // -(-len(part) // RANKS) for i in range(len(part))] for part in ranks]
+    scores = runtime["token_scores"][LAYER][rows.token_id.to_numpy().astype(int)]
+    moved = [home_of(scores)[cut] for cut in cuts]
+    layer = found["layers"][str(LAYER)]
+    placed, shuffled = (layer[state][by]["rule"]["microseconds"] for state, by in STATES_TIMED)
+    assert placed["sp-ep"] == pytest.approx(microseconds_by_hand(*machine, ranks, still, "sp-ep"))
+    assert placed["ar-ep"] == pytest.approx(microseconds_by_hand(*machine, ranks, still, "ar-ep"))
+    assert shuffled == {"speculative": pytest.approx(microseconds_by_hand(*machine, ranks, moved, "speculative"))}
+    assert found["context"]["hardware"] == shipped["name"]
+
+
+STATES_TIMED = (("placed", "none"), ("placed+shuffled", "token"))
+
+
+def test_slower_links_take_longer_and_a_model_without_a_config_has_no_times(found, folder, tmp_path):
+    slow = evaluate(folder, "--batch", "64", "--hardware", "ethernet")
+    for state, by in STATES_TIMED:
+        fast = found["total"][state][by]["rule"]["microseconds"]
+        assert all(time > fast[way] for way, time in slow["total"][state][by]["rule"]["microseconds"].items())
+    assert slow["dp-ep"]["total"]["placed"]["none"]["rule"]["microseconds"].keys() == {"dp-ep"}
+    unknown = shutil.copytree(folder, tmp_path / "out")
+    (unknown / "trace/run.json").unlink()
+    without = evaluate(unknown, "--max-tokens", 50)
+    assert without["context"]["hardware"] is None
+    assert "microseconds" not in without["total"]["placed"]["none"]["rule"]
+    assert "layer us" not in smoe("evaluate", "--max-tokens", 50, "-C", unknown, cwd=tmp_path).out
+
+
+def test_the_load_balancer_gives_the_next_expert_to_the_emptiest_rank(found, folder, rows):
+    load = load_file(folder / f"tables/statistics_{LAYER:02d}.safetensors")["popularity"].sum(axis=0)
+    experts = len(load)
+    rank_of, borne = {}, [0] * RANKS
+    for expert in sorted(range(experts), key=lambda expert: (-load[expert], expert)):
+        free = [g for g in range(RANKS) if list(rank_of.values()).count(g) < experts // RANKS]
+        rank_of[expert] = min(free, key=lambda g: (borne[g], g))
+        borne[rank_of[expert]] += load[expert]
+    ranks = [[rank_of[e] for e in mine] for mine in rows[f"experts_{LAYER:02d}"]]
+    sizes = [(min(64, len(rows) - i // 64 * 64), i % 64) for i in range(len(rows))]
+    home = [place // -(-size // RANKS) for size, place in sizes]
+    figures = found["load_balancer"]["layers"][str(LAYER)]
+    remote = sum(len(set(mine) - {here}) for mine, here in zip(ranks, home, strict=True))
+    assert figures["remote_fanout"] == pytest.approx(remote / len(rows))
+    assert figures["microseconds"].keys() == {"sp-ep", "ar-ep", "replicated"}
+    assert found["load_balancer"]["dp-ep"]["layers"][str(LAYER)]["microseconds"].keys() == {"dp-ep"}
+
+
+def test_what_a_report_draws_adds_up_to_the_figures(found, rows, ranks_of):
+    detail, layer = found["detail"]["layers"][str(LAYER)], found["layers"][str(LAYER)]
+    count = Counter(expert for mine in rows[f"experts_{LAYER:02d}"] for expert in mine)
+    assert detail["expert_load"] == [count[e] for e in range(len(detail["expert_load"]))]
+    assert detail["rank_load"]["placed"] == [sum(m.count(g) for m in ranks_of[LAYER]) for g in range(RANKS)]
+    assert detail["pairs"].keys() == layer.keys()
+    for state, pairs in detail["pairs"].items():
+        between = np.array(pairs) * (1 - np.eye(RANKS))
+        (figures,) = layer[state].values()
+        assert between.sum() / len(rows) == pytest.approx(figures["rule"]["remote_fanout"])
+    bins = detail["reliability"]["token"]
+    assert sum(size for *_, size in bins) == len(rows) * RANKS
+    assert sum(measured * size for _, measured, size in bins) == pytest.approx(sum(count.values()))
+    assert all(bins[i][0] < bins[i + 1][0] for i in range(len(bins) - 1))
+
+
+def test_without_a_shuffle_the_placement_is_judged_as_it_stands(folder, found):
+    told = smoe(
+        "evaluate", "-C", folder, "--batch", "64", "--mode", "sp-ep", "--fail-under", "lar=1", cwd=folder, code=5
+    )
+    assert "placed, none, rule: lar is {:.4f}".format(found["total"]["placed"]["none"]["rule"]["lar"]) in told.err
+    assert "load-balanced" in told.out
+    assert "oracle" not in told.out
 
 
 # Groups of rows.
