@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo smoke test lint bench prediction reproduce docs clean
+.PHONY: help demo smoke test lint type matrix audit ranks ray bench prediction reproduce docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,13 +20,31 @@ demo: $(STAMP)  ## run the main job end to end on the bundled tiny-deepseek
 smoke: $(STAMP)  ## the five commands on both bundled models, as a CI job would run them
 	$(BIN)/python tests/e2e/smoke.py
 
-test: $(STAMP) lint  ## everything that must hold before a change lands
+test: $(STAMP) lint type  ## everything that must hold before a change lands
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff, its rules and its form
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+type: $(STAMP)  ## mypy --strict on the three packages
 	$(BIN)/mypy
+
+matrix: $(STAMP)  ## wheel and sdist in clean environments, oldest and newest versions of everything; downloads about 6 GB once
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,release]"
+	$(BIN)/python tests/packaging/matrix.py $(CELLS)
+
+audit: $(STAMP)  ## known vulnerabilities of what constraints.txt pins (asks the registry), and docs/dependencies.md anew
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,ray,release]"
+	$(BIN)/python tests/packaging/dependencies.py docs/dependencies.md
+	$(BIN)/python -m pip_audit --strict --no-deps --disable-pip --requirement constraints.txt
+
+ranks: $(STAMP)  ## the run time with four and eight ranks on the CPU; ref-deepseek-v2 of ../shared/data (or SMOE_DATA) generates
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/many_ranks.py -s --durations=0
+
+ray: $(STAMP)  ## layers on two Ray nodes of this machine, nodes and processes killed on the way; about five minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,ray]"
+	$(BIN)/python -m pytest tests/ray -o addopts= --import-mode=importlib -q
 
 bench: $(STAMP)  ## ratios measured side by side; slower, not part of `make test`
 	$(BIN)/python -m pytest tests/bench -o addopts= -q -s
@@ -32,10 +53,11 @@ prediction: $(STAMP)  ## what each predictor is worth, on ../shared/data (or SMO
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.bench.prediction
 
 reproduce: $(STAMP)  ## the published claims, measured on ../shared/data (or SMOE_DATA); under an hour. CLAIMS="lar size" for some
-	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/reproduce.py $(CLAIMS)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.bench.claims $(CLAIMS)
 
-docs: $(STAMP)  ## rewrite the generated reference pages
+docs: $(STAMP)  ## rewrite the generated reference page, then build the site into docs/_build/html; a warning is an error
 	$(BIN)/python -m smoe_cli.reference docs/reference/cli.md
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache

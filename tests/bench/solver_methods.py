@@ -2,8 +2,8 @@
 
 Claims: lar +14.2 % and imbalance -10.2 % for Cross-Entropy over METIS and 2-D balanced k-means (first paper); lar
 +15.4 % and imbalance -36.7 % (max / median load) for the later one over its best baseline. Instances, halves and
-batches are those of solver_study.md section 0. Every method searches goal lar (theta .1) on the fit half for as long as
-`ce` takes by its own counts, plain Cross-Entropy also for four times as long, and is measured on the other half.
+batches are those of tests/bench/solver_study.py. Every method searches goal lar (theta .1) on the fit half for as long
+as `ce` takes by its own counts, plain Cross-Entropy also for four times as long, and is measured on the other half.
 Names given as arguments choose instances (law, gptoss, ...). Traces lie outside the repository; SMOE_DATA names their
 folder (default ../shared/data). Set OMP_NUM_THREADS=1: processor time counts every thread.
 """

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python -m tests.bench.solver_time [fast|default|thorough]
 
-Real routing of solver_study.md section 0: even sequences fit, odd ones held out, batches of 1,024 rows, one process.
-SMOE_DATA names the data (default ../shared/data). Homes under `speculative` are an exact shuffle's by true routing.
-Every time is a share of contiguous experts' under the same mode. Ends with status 1 if goal time loses to another goal
-by more than two standard errors over the instances of a table row.
+Real routing, as tests/bench/solver_study.py reads it (even sequences fit, odd ones held out, batches of 1,024 rows),
+one process. SMOE_DATA names the data (default ../shared/data). Homes under `speculative` are an exact shuffle's by true
+routing. Every time is a share of contiguous experts' under the same mode. Ends with status 1 if goal time loses to
+another goal by more than two standard errors over the instances of a table row.
 """
 
 import os
