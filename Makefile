@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo smoke test lint type matrix audit ranks ray bench prediction reproduce docs clean
+.PHONY: help demo smoke test lint fuzz type matrix audit ranks ray shots bench prediction reproduce docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,13 @@ ray: $(STAMP)  ## layers on two Ray nodes of this machine, nodes and processes k
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,ray]"
 	$(BIN)/python -m pytest tests/ray -o addopts= --import-mode=importlib -q
 
+fuzz: $(STAMP)  ## 110,000 damaged files through every reader; about twenty minutes on one core. FUZZ="--seed 1 --only trace"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ)
+
+shots: $(STAMP)  ## the report in a real Chromium: all tests, load time, pictures in docs/images; of ref-deepseek-v2 (SMOE_DATA) or SMOE_FOLDER
+	SMOE_SHOTS=1 $(BIN)/python -m pytest tests/browser
+	PYTHONPATH=. $(BIN)/python -m tests.browser.shots
+
 bench: $(STAMP)  ## ratios measured side by side; slower, not part of `make test`
 	$(BIN)/python -m pytest tests/bench -o addopts= -q -s
 
@@ -59,5 +66,5 @@ docs: $(STAMP)  ## rewrite the generated reference page, then build the site int
 	$(BIN)/python -m smoe_cli.reference docs/reference/cli.md
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-clean:
+clean:  ## remove what make made here
 	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache

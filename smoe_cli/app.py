@@ -23,6 +23,7 @@ from smoe_cli.commands import (
     models,
     profile,
     regroup,
+    report,
     verify,
 )
 from smoe_cli.options import command
@@ -45,9 +46,10 @@ COMMANDS = (
     regroup.regroup,
     verify.verify,
     export.export,
-    bench.bench,
+    report.report,
     demo.demo,
     models.models,
+    bench.bench,
 )
 
 
@@ -81,7 +83,6 @@ def _on_term(_signal: int, _frame: Any) -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
-    debug = "--debug" in arguments
     try:
         code = app(args=arguments, prog_name="smoe", standalone_mode=False)
         sys.stdout.flush()
@@ -90,18 +91,24 @@ def run(arguments: list[str]) -> int:
         if show:
             show()
         return int(getattr(error, "exit_code", errors.USAGE))
-    except SystemExit:  # typer's answer to a reader that left while help was printed
-        return errors.report(errors.ReaderGone(), debug=debug)
+    except SystemExit as error:  # outside a command: shell completion, or a reader that left while help was printed
+        return errors.report(errors.ReaderGone()) if errors.is_reader_gone(error) else _exit_code(error)
     except BaseException as error:  # noqa: BLE001 (the last resort: every failure gets its sentence and code)
-        return errors.report(error, debug=debug)
+        return errors.report(error)
     return code if isinstance(code, int) else 0
+
+
+def _exit_code(error: SystemExit) -> int:
+    return error.code if isinstance(error.code, int) else int(bool(error.code))
 
 
 def main() -> NoReturn:
     """Entry point of the `smoe` script."""
     signal.signal(signal.SIGTERM, _on_term)
     closed = sys.stdout is None
-    if closed:
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the end)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # print(file=None) would write to the other one
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open until the end)
     code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C from here on ends the program without a traceback
     sys.exit(errors.BROKEN_PIPE if closed and not code else code)

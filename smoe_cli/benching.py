@@ -16,11 +16,13 @@ import numpy.typing as npt
 import torch
 
 from smoe_cli.breakdown import CEILINGS, ORACLE, row_facts
+from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_cli.evaluation import LayerRun, held_out, walk_layers
 from smoe_cli.hardware import WIDTH_KEYS
 from smoe_cli.placement import layer_predictors, read_placement, read_runtime
 from smoe_cli.request_routing import held_out_requests
+from smoe_cli.runtime.replay import default_cases
 from smoe_cli.runtime.workload import CONTIGUOUS, PLACED, Shape, Workload
 from smoe_profiles.artefact import Artefact
 from smoe_profiles.errors import InputError, MachineError, SmoeError
@@ -122,6 +124,7 @@ def bench_placement(
     tokens: str,
     cpu: bool,
     out: Path | None,
+    console: Console,
 ) -> dict[str, Any]:
     """Replay a placement's held-out routing on one process a rank. Returns the bench's document.
 
@@ -142,9 +145,21 @@ def bench_placement(
         workload.save(path)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "smoe_cli.runtime.bench", "--workload", str(path), "--tokens", tokens, "--out", str(result)]
-        done = subprocess.run([*command, *(ON_CPU if cpu else [])], capture_output=True, text=True)
-        if done.returncode or not result.exists():
-            said = done.stderr.strip().splitlines() or ["no message"]
+        cases = len(default_cases(workload)) * len(tokens.split(","))
+        with (
+            console.progress("timing", cases, "cases") as advance,
+            (Path(folder) / "errors").open("w+", encoding="utf-8") as errors,
+            subprocess.Popen(
+                [*command, *(ON_CPU if cpu else [])], stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:  # one a case, then the ratios of some
+                advance(" over " not in line)
+            process.wait()
+            errors.seek(0)
+            said = errors.read().strip().splitlines() or ["no message"]
+        if process.returncode or not result.exists():
             raise MachineError(f"the {ranks} processes of the bench failed: {said[-1]}")
         text = result.read_text(encoding="utf-8")
     if out is not None:

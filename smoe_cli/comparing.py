@@ -20,6 +20,7 @@ from smoe_profiles.choices import Level
 from smoe_profiles.models import same_model
 from smoe_profiles.tables import Tables
 from smoe_profiles.trace import Trace, open_trace
+from smoe_profiles.workers import Workers
 from smoe_solvers.choices import Method
 from smoe_solvers.equal_time import OPTIONAL, run_for, search_timed
 from smoe_solvers.methods.programme import TooLargeError
@@ -57,25 +58,20 @@ def held_out_trace(folder: Path, tables: Tables) -> Trace | None:
 
 
 def compare_methods(
-    tables: Tables, trace: Trace | None, options: SolveOptions, jobs: int, progress: Callable[[int], None]
+    tables: Tables, trace: Trace | None, options: SolveOptions, workers: Workers, progress: Callable[[int], None]
 ) -> dict[str, Any]:
     """Means over layers for every method, and the methods that could not run. progress(1) after each layer."""
-    from joblib import Parallel, delayed
-
     missing = {
         method: f"needs {package}; pip install smoe[bench]"
         for method, package in OPTIONAL.items()
         if find_spec(package) is None
     }
     methods = [method for method in Method if method not in missing]
-    work = (
-        (data, trace.experts(data.layer, "heldout")[:MOST_ROWS] if trace else None) for data in layer_inputs(tables)
-    )
-    workers = Parallel(n_jobs=jobs or -1, return_as="generator")
-    layers = []
-    for runs in workers(delayed(_compare_layer)(data, held, methods, options) for data, held in work):
-        layers.append(runs)
-        progress(1)
+    tasks = [
+        (data, trace.experts(data.layer, "heldout")[:MOST_ROWS].copy() if trace else None, methods, options)
+        for data in layer_inputs(tables)
+    ]
+    layers = workers.run(_compare_layer, tasks, lambda _: progress(1))
     skipped, shown = dict(missing), {}
     for method in methods:
         runs = [layer[method] for layer in layers]
@@ -149,7 +145,7 @@ def _judge(
 
 
 def _measure(problem: Problem, placement: npt.NDArray[np.int32]) -> Figures:
-    """The goal's objective and the figures that it trades (design 1), of one placement on one part."""
+    """The goal's objective and the figures that it trades, of one placement on one part."""
     scored = score(problem, placement)
     load = np.bincount(placement, problem.load, problem.num_ranks)
     return {

@@ -1,15 +1,16 @@
 """What the user sees: results on stdout, progress and notes on stderr, one JSON document with --json.
 
-Piped, with NO_COLOR or on a dumb terminal everything is plain; rich is imported only to draw.
+Piped, with NO_COLOR or on a dumb terminal everything is plain, without control codes. Rich is imported only to draw.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 
 PLAIN_INTERVAL = 5.0
 WIDTH = 80
@@ -50,47 +51,49 @@ class Console:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table on stdout, first column left, the others right."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console as RichConsole
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(title), title_justify="left", title_style="bold")
-        for index, name in enumerate(columns):
-            table.add_column(Text(name), justify="left" if index == 0 else "right", overflow="fold")
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        table.add_column(Text(columns[0]), overflow="fold")
+        for index, name in enumerate(columns[1:], 1):  # what is too wide folds the first column, never numbers
+            fits = any(len(row[index]) >= len(name) for row in rows)
+            table.add_column(Text(name if fits else name.replace(" ", "\n")), justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
-        terminal = RichConsole(file=sys.stdout, highlight=False)
-        terminal = terminal if terminal.is_terminal else RichConsole(file=sys.stdout, width=WIDTH, highlight=False)
-        terminal.print(table)
+        width = None if sys.stdout.isatty() else WIDTH
+        out = RichConsole(file=sys.stdout, width=width, force_terminal=_drawable(sys.stdout), highlight=False)
+        out.print(Text(title, style="bold"), table, sep="\n")
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
         """Progress on stderr with rate and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
         if self.quiet:
             yield lambda _count: None
-        elif sys.stderr.isatty():
+        elif _drawable(sys.stderr):
             yield from self._bar(label, total, unit)
         else:
             yield from self._lines(label, total, unit)
 
     def _bar(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[done]}"),
             TimeRemainingColumn(),
         )
         started = monotonic()
         with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=total, rate="")
+            task = bar.add_task(label, total=total, done="")
 
             def advance(count: int) -> None:
                 done = bar.tasks[0].completed + count
-                bar.update(task, advance=count, rate=f"{done / max(monotonic() - started, 1e-9):,.0f} {unit}/s")
+                bar.update(task, advance=count, done=_how_far(done, total, unit, monotonic() - started))
 
             yield advance
 
@@ -104,8 +107,21 @@ class Console:
             now = monotonic()
             if now - said >= PLAIN_INTERVAL:
                 said = now
-                rate = done / (now - started)
-                left = f" of {total:,}, {(total - done) / rate:,.0f} s left" if total and rate else ""
-                print(f"{label}: {done:,} {unit}{left} ({rate:,.0f} {unit}/s)", file=sys.stderr)
+                left = f", {(total - done) * (now - started) / done:,.0f} s left" if total and done else ""
+                print(f"{label}: {_how_far(done, total, unit, now - started)}{left}", file=sys.stderr)
 
         yield advance
+
+
+def _drawable(stream: TextIO) -> bool:
+    """Whether a stream is a terminal on which to draw, and nothing asks for plain text."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _how_far(done: float, total: int | None, unit: str, seconds: float) -> str:
+    """`3 of 26 layers, 1.5/s`, of bytes in MB."""
+    if unit == "bytes":
+        done, total, unit = done / 1e6, total and total // 10**6, "MB"
+    rate = done / max(seconds, 1e-9)
+    of = f" of {total:,}" if total else ""
+    return f"{done:,.0f}{of} {unit}, {rate:,.{1 if rate < 10 else 0}f}/s"

@@ -1,9 +1,8 @@
-"""Exit codes (design 6), and how any failure becomes one sentence and a code."""
+"""Exit codes (docs/reference/exit-codes.md), and how any failure becomes one sentence and a code."""
 
 import errno
 import os
 import sys
-import traceback
 
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError, SmoeError
 
@@ -31,6 +30,9 @@ class Terminated(BaseException):
     """SIGTERM arrived; raised in the main thread so that everything staged is removed."""
 
 
+EXTRAS = {"triton": "'smoe[runtime]'", "plotly": "'smoe[report]'", "ray": "'smoe[ray]'", "accelerate": "'smoe[large]'"}
+"""What installs an optional package in a version that fits."""
+
 CODES: dict[type[SmoeError], int] = {
     UsageError: USAGE,
     InputError: INPUT,
@@ -40,10 +42,13 @@ CODES: dict[type[SmoeError], int] = {
 }
 
 
-def report(error: BaseException, *, debug: bool) -> int:
-    """Print what went wrong on stderr and return the exit code; a traceback only with `debug`."""
-    if debug:
-        traceback.print_exception(error)
+def is_reader_gone(error: BaseException) -> bool:
+    """Whether a library left with SystemExit because stdout's reader had: typer and rich do."""
+    return isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+
+
+def report(error: BaseException) -> int:
+    """Print what went wrong on stderr and return the exit code."""
     match error:
         case BrokenPipeError() | ReaderGone():
             # Say nothing, and keep Python from flushing into the closed pipe at exit.
@@ -58,11 +63,11 @@ def report(error: BaseException, *, debug: bool) -> int:
         case MemoryError():
             return _say("not enough memory for this; fewer --jobs or fewer tokens need less.", MACHINE)
         case ModuleNotFoundError():
-            return _say(f"{error.name} is not installed; pip install {error.name}.", MACHINE)
+            package = str(error.name).partition(".")[0]
+            return _say(f"{package} is not installed; pip install {EXTRAS.get(package, package)}.", MACHINE)
         case OSError():
             return _say(_system_message(error), MACHINE)
-    hint = "" if debug else " Run it again with --debug for the traceback."
-    return _say(f"this is a bug in smoe: {type(error).__name__}: {error}.{hint}", BUG)
+    return _say(f"this is a bug in smoe: {type(error).__name__}: {error}. --debug shows the traceback.", BUG)
 
 
 def _system_message(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""The six states, measured on held-out rows (design 1): what placing gives, what shuffling gives, and the ceiling.
+"""The six states, measured on held-out rows (docs/terms.md): what placing gives, what shuffling gives, and the ceiling.
 
 Axes: N held-out rows, E experts, G ranks, K experts a token.
 """

@@ -23,6 +23,7 @@ import numpy as np
 from smoe_cli.folder import TRACE, trace_model_name
 from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError, SmoeError
+from smoe_profiles.importers.files import load_npy
 from smoe_profiles.models import find_model, same_model
 from smoe_profiles.tensors import read_json
 from smoe_solvers.choices import Mode
@@ -171,7 +172,7 @@ def read_rank_cost(path: Path, num_ranks: int) -> tuple[tuple[float, ...], ...]:
     """
     try:
         if path.suffix == ".npy":
-            cost = np.load(path, allow_pickle=False).astype(np.float64)
+            cost = load_npy(path).astype(np.float64)
         else:
             cost = np.array(json.loads(path.read_text(encoding="utf-8")), np.float64)
     except (OSError, ValueError, TypeError, EOFError, RecursionError) as error:

@@ -47,6 +47,7 @@ def name_files(files: list[Path], sources: list[str]) -> list[str]:
 
 def import_trace(plan: ImportPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
     """Read, check and publish trace/. Everything that can be refused is refused before anything is written."""
+    console.note(f"reading {_first_of(plan.files)}")
     kind, records = read_records(plan.files, plan.format, plan.options)
     named = [name for name in ARCHIVE_OPTIONS if getattr(plan.options, name)]
     if named and kind is not ImportFormat.NPZ:

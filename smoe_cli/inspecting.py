@@ -1,4 +1,4 @@
-"""What smoe inspect says of a trace, or of two traces of the same text, as documents (design 6).
+"""What smoe inspect says of a trace, or of two traces of the same text, as documents.
 
 Axes: E experts, G ranks.
 """

@@ -2,7 +2,7 @@
 
 import inspect
 import shlex
-import tomllib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -13,6 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from smoe_cli import errors
+from smoe_cli.config import read_config
 from smoe_cli.console import Console
 
 DEFAULT_DIR = Path("smoe-out")
@@ -25,47 +26,29 @@ class Common:
     dir: Path
     console: Console
 
-    def next(self, command: str) -> str:
-        """The command to run next, in the same folder."""
-        return command if self.dir == DEFAULT_DIR else f"{command} -C {shlex.quote(str(self.dir))}"
+    def next(self, *words: str) -> str:
+        """The command to run next in the same folder, ready to be pasted into a shell: next("verify", "--hashes")."""
+        folder = [] if self.dir == DEFAULT_DIR else ["-C", str(self.dir)]
+        return shlex.join(["smoe", *words, *folder])
 
 
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make a TOML file the defaults: top-level keys for every command, a [command] table for one."""
-    if path is None:
-        return None
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read as TOML ({error}).") from error
-    command = str(context.info_name)
-    known = {str(parameter.name).strip("_"): str(parameter.name) for parameter in context.command.params}
-    shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    own = content.get(command, {})
-    if not isinstance(own, dict):
-        raise typer.BadParameter(f"{path}: {command} = {own!r}; a table [{command}] was expected.")
-    values = {key.replace("-", "_"): value for key, value in own.items()}
-    unknown = sorted(values.keys() - known.keys())
-    if unknown:
-        raise typer.BadParameter(f"{path}: smoe {command} has no option {unknown[0]!r}.")
-    defaults = {key.replace("-", "_"): value for key, value in shared.items()}
-    context.default_map = {known[key]: value for key, value in (defaults | values).items() if key in known}
-    return path
-
-
-DirOption = Annotated[Path, typer.Option("-C", "--dir", help="Folder that holds all artefacts.")]
+DirOption = Annotated[Path, typer.Option("-C", "--dir", file_okay=False, help="Folder that holds all artefacts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or notes.")]
 VerboseOption = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", is_eager=True, callback=_read_config, help="TOML file with defaults for options."),
+    typer.Option("--config", is_eager=True, callback=read_config, help="TOML file with defaults for options."),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same seed and input give the same bytes.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
 JobsOption = Annotated[int, typer.Option("--jobs", "-j", min=0, help="Processes; 0: one a core.")]
+RayOption = Annotated[
+    str | None,
+    typer.Option("--ray", help="Work on a Ray cluster: HOST:PORT, ray://HOST:PORT or auto (needs smoe[ray])."),
+]
 HashesOption = Annotated[bool, typer.Option("--hashes", help="Check the contents of every input file, not only sizes.")]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Short name, hub id or folder; default: the trace's model.")
@@ -99,10 +82,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         console = Console(json=common["json"], quiet=common["quiet"], verbose=common["verbose"])
         try:
             function(Common(dir=common["dir"], console=console), **values)
-        except KeyboardInterrupt as error:
-            raise errors.Interrupted from error
-        except BrokenPipeError as error:
-            raise errors.ReaderGone from error
+        except BaseException as error:
+            if common["debug"]:
+                traceback.print_exception(error)
+            outwards = _outwards(error)
+            if outwards is error:
+                raise
+            raise outwards from error
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
     for parameter in parameters:
@@ -112,3 +98,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _outwards(error: BaseException) -> BaseException:
+    """An error as it leaves a command: the few that typer would swallow become ones that it does not know."""
+    if isinstance(error, BrokenPipeError) or errors.is_reader_gone(error):
+        return errors.ReaderGone()
+    if isinstance(error, KeyboardInterrupt):
+        return errors.Interrupted()
+    if isinstance(error, SystemExit):  # of a library: what it was to do is not done, whatever code it names
+        return RuntimeError(f"something ended the program with SystemExit({error.code!r})")
+    return error

@@ -1,4 +1,4 @@
-"""Placements between files and arrays: placement.parquet and runtime.safetensors (design 3).
+"""Placements between files and arrays: placement.parquet and runtime.safetensors (docs/formats/placement.md).
 
 Axes: L MoE layers, E experts, P slots, G ranks, V vocabulary.
 """
@@ -13,20 +13,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from smoe_cli.runtime_file import RUNTIME_VERSION, STORED, check_runtime
 from smoe_profiles.artefact import Artefact
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import map_hash
+from smoe_profiles.parquet import read_parquet
 from smoe_profiles.tables import load_arrays, save_arrays
-from smoe_profiles.tensors import read_shard
 from smoe_solvers.choices import Predictor
 from smoe_solvers.predictors import SCORE_MAX, LayerPredictors, MarkovTables, TokenChoice
 
-RUNTIME_VERSION = 1
 RUNTIME = "runtime.safetensors"
 PLACEMENT_FILE = "placement.parquet"
-STORED: list[Predictor] = [predictor for predictor in Predictor if predictor is not Predictor.SELECTED]
-"""The predictors that `predictor` numbers."""
-
+PLACEMENT_SCHEMA = pa.schema(
+    [pa.field(name, pa.uint16(), nullable=False) for name in ("layer", "physical", "logical", "rank")]
+)
 ASSIGNMENT_RULE = "prices+moves/1"
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -117,13 +117,8 @@ def read_placement(artefact: Artefact) -> Placement:
     Raises InputError if it does not, if slots are missing, or if a rank holds an expert twice.
     """
     path = artefact.record / PLACEMENT_FILE
-    try:
-        table = pq.read_table(path)
-        layer, physical, logical, rank = (
-            table[name].to_numpy().astype(np.int64) for name in ("layer", "physical", "logical", "rank")
-        )
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise InputError(f"{path} cannot be read as a placement ({error}).") from error
+    table = read_parquet(path, PLACEMENT_SCHEMA)
+    layer, physical, logical, rank = (table[name].to_numpy().astype(np.int64) for name in PLACEMENT_SCHEMA.names)
     if not len(layer):
         raise InputError(f"{path} holds no layers.")
     num_ranks = int(rank.max()) + 1
@@ -208,20 +203,21 @@ def write_map(path: Path, placement: Placement) -> None:
 
 
 def read_runtime(artefact: Artefact) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
-    """Arrays and metadata of a runtime.safetensors. Raises InputError for another version."""
+    """Arrays and metadata of a runtime.safetensors. Raises InputError for another version, or a damaged file."""
     path = artefact.record / RUNTIME
-    metadata = read_shard(path).metadata
-    if metadata.get("format_version") != str(RUNTIME_VERSION):
-        raise InputError(
-            f"{path} has format_version {metadata.get('format_version')}; this smoe reads {RUNTIME_VERSION}."
-        )
-    return load_arrays(path), metadata
+    metadata = check_runtime(path)
+    arrays = load_arrays(path)
+    if "predictor" in arrays and arrays["predictor"].max(initial=0) >= len(json.loads(metadata["predictors"])):
+        raise InputError(f"{path} numbers a predictor {arrays['predictor'].max()}, which it does not name.")
+    return arrays, metadata
 
 
 def layer_predictors(
     arrays: dict[str, npt.NDArray[np.generic]], metadata: dict[str, str], index: int
 ) -> LayerPredictors:
-    """One layer's tables out of what `read_runtime` returns."""
+    """One layer's tables out of what `read_runtime` returns. Raises InputError where it holds a map alone."""
+    if "token_scores" not in arrays:
+        raise InputError("the placement is a map alone, no tables stand behind it; import it again beside its tables.")
     markov = MarkovTables(
         *(arrays[name][index].astype(np.uint8) for name in ("markov2_scores", "markov1_scores", "popularity"))
     )

@@ -89,14 +89,13 @@ def name_sources(specs: list[str], sources: list[str]) -> list[str]:
 def describe_model(model: Model) -> dict[str, Any]:
     """What is known of a model without loading it: layers, router, memory."""
     first = model.spec.layers[0]
-    ids = [layer.id for layer in model.spec.layers]
     return {
         "model": model.name,
         "answered_from": model.described_by,
         "here": model.folder is not None,
         "family": model.spec.family.model_type,
         "layers": model.spec.num_hidden_layers,
-        "moe_layers": f"{len(ids)} ({ids[0]} to {ids[-1]})",
+        "moe_layers": [layer.id for layer in model.spec.layers],
         "experts": first.num_experts,
         "top_k": first.top_k,
         "router_rule": first.rule,
@@ -165,10 +164,18 @@ def _survey(plan: RecordingPlan, encode: Callable[[Any], list[int]], console: Co
     names = ", ".join(spec for spec, _ in plan.datasets)
     bounded = plan.max_tokens is not None or all(is_local(spec) for spec, _ in plan.datasets)
     console.note(f"reading {names}")
-    found = survey(plan.documents(encode) if bounded else islice(plan.documents(encode), 1))
+    with console.progress("reading", plan.max_tokens, "tokens") as advance:
+        documents = _reported(plan.documents(encode), advance)
+        found = survey(documents if bounded else islice(documents, 1))
     if not found.documents:
         raise InputError(f"dataset {names} is empty; there is nothing to profile.")
     return found if bounded else None
+
+
+def _reported(documents: Iterator[Document], advance: Callable[[int], None]) -> Iterator[Document]:
+    for document in documents:
+        advance(len(document.token_ids))
+        yield document
 
 
 @contextmanager
@@ -230,8 +237,9 @@ def _record(
     if writer.appended and processes.first:
         console.note(f"continuing after {sum(writer.rows.values()):,} recorded rows")
     options = LoadOptions(plan.dtype.value, device, plan.device_map, plan.tensor_parallel)
-    loaded = load_model(plan.model, options)
     console = console if processes.first else Console(quiet=True)
+    console.note(f"loading {plan.model.name}, {plan.model.nbytes / 1e9:.1f} GB of weights")
+    loaded = load_model(plan.model, options)
     total = None if found is None else (found.tokens + found.documents * plan.decode) // share.count
     console.note(f"profiling {plan.model.name} on {', '.join(plan.sources)}")
     with console.progress("profiling", total, "tokens") as advance:

@@ -1,13 +1,13 @@
-"""Attention-DP: each rank holds its own requests' rows, and the request router is the shuffle (design 1, paper.md 4).
+"""Attention-DP: each rank holds its own requests' rows, and the request router is the shuffle.
 
 Axes: R requests in order of arrival, S held-out sequences, N held-out rows, G ranks, L MoE layers. A request has one
 rank for all layers, chosen when it arrives from its prompt's token ids alone, and stays there while it decodes.
 """
 
-import gzip
 import json
 import lzma
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from smoe_cli.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, shar
 from smoe_cli.predicted_time import Pricing
 from smoe_profiles.artefact import file_hash
 from smoe_profiles.errors import InputError
+from smoe_profiles.unpacking import OPENERS, check_stream
 from smoe_solvers.assignment import Int32Array, Int64Array
 from smoe_solvers.choices import Assignment, Predictor
 from smoe_solvers.figures import Figures, imbalance
@@ -116,18 +117,18 @@ def read_arrivals(path: Path) -> npt.NDArray[np.float64]:
 
     Raises InputError naming the first line that is none.
     """
-    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-    opened = openers.get(path.suffix, open)
-    rows = []
+    opened: Callable[..., Any] = OPENERS.get(path.suffix, open)
+    rows = array("d")
     try:
+        check_stream(path)
         with opened(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                rows.append(_arrival(line, f"{path}, line {number}"))
+                rows.extend(_arrival(line, f"{path}, line {number}"))
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as requests ({error}).") from error
     if not rows:
         raise InputError(f"{path} holds no request.")
-    arrivals = np.array(rows, np.float64)
+    arrivals = np.array(rows).reshape(-1, 3)
     return arrivals[np.argsort(arrivals[:, 0], kind="stable")]
 
 

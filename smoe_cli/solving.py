@@ -32,6 +32,7 @@ from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.tables import Counts, Samples, Tables
 from smoe_profiles.trace import UNKNOWN_TOKEN, TraceLayer
+from smoe_profiles.workers import Workers
 from smoe_solvers.bounds import Certificate, Proved, certify
 from smoe_solvers.choices import Effort, Goal
 from smoe_solvers.copy_descent import slots_of
@@ -112,12 +113,12 @@ class LayerInput:
 def solve_layers(
     tables: Tables,
     options: SolveOptions,
-    jobs: int,
+    workers: Workers,
     progress: Callable[[int], None],
     cost: LayerCost | None = None,
     old: Placement | None = None,
 ) -> tuple[Placement, list[LayerPlan], Confirmation]:
-    """Place every layer; the same answer for any number of jobs. progress(1) after each layer.
+    """Place every layer; the same answer whoever works. progress(1) after each layer.
 
     cost: what a layer's times are predicted by; goal time needs it. old: a placement to stay near. A gain is judged for
     the placement as a whole, the mean over layers on each validation block, weighed by the mix; where it is not
@@ -127,7 +128,7 @@ def solve_layers(
         raise ImpossibleError(f"{tables.artefact.path}: layers differ in E or K; they cannot share one placement yet.")
     mix = dict(options.mix) if options.mix else None
     inputs = layer_inputs(tables, mix, old)
-    plans = _solve_all(inputs, options, jobs, progress, cost)
+    plans = _solve_all(inputs, options, workers, progress, cost)
     layer_ids = tuple(plan.layer for plan in plans)
     gains = np.mean([plan.gains for plan in plans], axis=0)
     source = inputs[0].validation.source
@@ -149,29 +150,22 @@ def solve_layers(
 def _solve_all(
     inputs: list[LayerInput],
     options: SolveOptions,
-    jobs: int,
+    workers: Workers,
     progress: Callable[[int], None],
     cost: LayerCost | None = None,
 ) -> list[LayerPlan]:
-    from joblib import Parallel, delayed
-
-    workers = Parallel(n_jobs=jobs or -1, return_as="generator")
-    plans = []
-    for plan in workers(delayed(_solve_layer)(layer_input, options, cost) for layer_input in inputs):
-        plans.append(plan)
-        progress(1)
-    return plans
+    return workers.run(_solve_layer, [(data, options, cost) for data in inputs], lambda _: progress(1))
 
 
 def choose_robust_mix(
-    tables: Tables, sources: list[str], options: SolveOptions, jobs: int, console: Console
+    tables: Tables, sources: list[str], options: SolveOptions, workers: Workers, console: Console
 ) -> list[Round]:
     """Mixes tried, each with what every source gains on its validation blocks from a quick placement solved for it."""
 
     def judge(mix: Mix) -> dict[str, float]:
         inputs = layer_inputs(tables, mix)
         with console.progress("trying a mix", len(inputs), "layers") as advance:
-            plans = _solve_all(inputs, replace(options, effort=Effort.FAST), jobs, advance)
+            plans = _solve_all(inputs, replace(options, effort=Effort.FAST), workers, advance)
         source = inputs[0].validation.source
         assert source is not None
         return gains_by_source(np.stack([plan.gains for plan in plans]), source)
@@ -194,15 +188,21 @@ def layer_inputs(tables: Tables, mix: Mix | None = None, old: Placement | None =
             LayerInput(
                 layer=layer,
                 num_groups=groups.get(layer.id, 1),
-                fit=fit,
-                validation=validation,
-                counts=tables.counts(layer, ["fit"]),
+                fit=replace(fit, early=None),
+                validation=replace(validation, early=None),
+                counts=_counts_of(tables.counts(layer, ["fit"]), fit.token_id),
                 popularity=popularity,
                 layers=len(tables.layers),
                 old=None if old is None else old.expert_to_rank[index],
             )
         )
     return inputs
+
+
+def _counts_of(counts: Counts, token_id: npt.NDArray[np.uint32]) -> Counts:
+    """The counts of some ids: nothing is asked of the others, and a layer is sent to its worker whole."""
+    kept = np.isin(counts.token_id, token_id)
+    return Counts(counts.token_id[kept], counts.expert[kept], counts.count[kept])
 
 
 def layer_problem(data: LayerInput, options: SolveOptions) -> tuple[Problem, npt.NDArray[np.int64] | None]:
@@ -447,7 +447,7 @@ def publish_placement(
     target: Path,
     options: SolveOptions,
     *,
-    jobs: int,
+    workers: Workers,
     force: bool,
     console: Console,
     cost: LayerCost | None = None,
@@ -465,7 +465,7 @@ def publish_placement(
         force=force,
     ) as draft:
         with console.progress("placing", len(tables.layers), "layers") as advance:
-            placement, plans, confirmation = solve_layers(tables, options, jobs, advance, cost, old)
+            placement, plans, confirmation = solve_layers(tables, options, workers, advance, cost, old)
         write_placement(draft.path / PLACEMENT_FILE, placement)
         served = write_served(draft.path / RUNTIME, tables, placement, console)
         log = [plan.log() for plan in plans]

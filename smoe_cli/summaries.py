@@ -3,7 +3,6 @@
 Axes: L MoE layers, E experts, G ranks.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import describe_identity
 from smoe_profiles.tables import Tables
-from smoe_profiles.tensors import read_json
+from smoe_profiles.tensors import read_json, read_json_lines
 from smoe_profiles.trace import read_layers
 
 MANIFESTS = ("smoe/manifest.json", "manifest.json")
 
+SHOWN = ("lar", "fanout", "remote_fanout", "load_imbalance")
 HIDDEN = ("layers",)
 """Parameters that are shown in another form."""
 
@@ -73,7 +73,9 @@ def _parents(artefact: Artefact) -> list[dict[str, Any]]:
 def _beside(artefact: Artefact, kind: str) -> list[Artefact]:
     """The whole artefacts of a kind in the same folder."""
     found = []
-    for path in sorted(artefact.path.absolute().parent.glob(f"{kind}*")):
+    for path in sorted(artefact.path.absolute().parent.iterdir()):
+        if not path.name.startswith(kind):
+            continue
         try:
             found.append(open_artefact(path, kind))
         except InputError:
@@ -117,18 +119,32 @@ def _tables(artefact: Artefact) -> dict[str, Any]:
 
 def _evaluation(artefact: Artefact) -> dict[str, Any]:
     path = artefact.path / "evaluation.json"
-    content = read_json(path)
+    content = read_json(path, own=True)
     try:
         total = {state: content["total"][state] for state in STATES}
-        return {"total": total, "load_balancer": content["load_balancer"], "context": content["context"]}
-    except (KeyError, TypeError) as error:
+        shown = [found["rule"] for predictors in total.values() for found in predictors.values()]
+        for figures in (*shown, content["load_balancer"]["total"]):
+            times = figures.get("microseconds", {}).values()
+            _check(all(isinstance(value, int | float) for value in (*(figures[name] for name in SHOWN), *times)))
+        context = content["context"]
+        _check(isinstance(context["rows"], int) and isinstance(context["hardware"], str | None))
+        _check({"ranks", "batch", "quota"} <= context.keys())
+        return {"total": total, "load_balancer": content["load_balancer"], "context": context}
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} does not hold what smoe evaluate writes ({error!r}).") from error
+
+
+def _check(sound: bool) -> None:
+    if not sound:
+        raise TypeError("a figure is no number")
 
 
 def _placement(artefact: Artefact) -> dict[str, Any]:
     """Slots of every layer, how its experts were found, and the load of the ranks if the tables lie beside it."""
     placement = read_placement(artefact)
     solved = _solver_lines(artefact)
+    if solved and solved.keys() != set(placement.layer_ids):
+        raise InputError(f"{artefact.path} says how layers {sorted(solved)} were placed, not {placement.layer_ids}.")
     tables = _source_tables(artefact)
     experts, ranks = placement.num_experts, placement.num_ranks
     contiguous = contiguous_placement(placement.layer_ids, experts, ranks).hosts[0]
@@ -161,11 +177,12 @@ def _solver_lines(artefact: Artefact) -> dict[int, dict[str, Any]]:
     path = artefact.path / "solver.jsonl"
     if not path.exists():
         return {}
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {line["layer"]: line for line in lines}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read ({error!r}).") from error
+    lines = read_json_lines(path)
+    kinds = {"layer": int, "origin": str, "objective": int | float, "validation_gain": int | float}
+    for line in lines:
+        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+            raise InputError(f"{path} has a line {line!r}, which does not say how a layer was placed.")
+    return {line["layer"]: line for line in lines}
 
 
 def _source_tables(artefact: Artefact) -> Tables | None:

@@ -13,6 +13,7 @@ from smoe_profiles.models import Model, is_unknown
 from smoe_profiles.table_rows import Share
 from smoe_profiles.table_writer import SHARD, check_traces, merge_shards, order_shards, write_shard, write_tables
 from smoe_profiles.trace import Trace, open_trace
+from smoe_profiles.workers import Workers
 
 
 def parse_share(text: str) -> Share:
@@ -42,7 +43,7 @@ def build_whole(
     *,
     seed: int,
     min_count: int,
-    jobs: int,
+    workers: Workers,
     force: bool,
     console: Console,
 ) -> dict[str, Any]:
@@ -56,13 +57,13 @@ def build_whole(
         publish(target, TABLES, parameters={}, model=named.model, seed=seed, parents=artefacts, force=force) as draft,
         console.progress("tables", len(traces[0].layers), "layers") as advance,
     ):
-        draft.parameters |= write_tables(draft.path, traces, found, seed, advance, min_count=min_count, jobs=jobs)
+        draft.parameters |= write_tables(draft.path, traces, found, seed, advance, min_count=min_count, workers=workers)
         written = dict(draft.parameters)
     return {"path": str(target), **written}
 
 
 def build_shard(
-    traces: list[Trace], folder: Path, share: Share, *, seed: int, jobs: int, force: bool, console: Console
+    traces: list[Trace], folder: Path, share: Share, *, seed: int, workers: Workers, force: bool, console: Console
 ) -> dict[str, Any]:
     """Count a share of the traces' rows into tables-i-of-n/. Returns what was written."""
     target = shard_path(folder, share)
@@ -74,7 +75,7 @@ def build_shard(
         ) as draft,
         console.progress("tables", len(traces[0].layers), "layers") as advance,
     ):
-        draft.parameters |= write_shard(draft.path, traces, share, seed, advance, jobs=jobs)
+        draft.parameters |= write_shard(draft.path, traces, share, seed, advance, workers=workers)
         draft.run["model"] = _location(artefacts)
         written = dict(draft.parameters)
     return {"path": str(target), **written}
@@ -87,6 +88,7 @@ def merge_shards_of(
     seed: int,
     min_count: int,
     hashes: bool,
+    workers: Workers,
     force: bool,
     console: Console,
 ) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def merge_shards_of(
         ) as draft,
         console.progress("adding", len(layers), "layers") as advance,
     ):
-        draft.parameters |= merge_shards(draft.path, shards, found, advance, min_count=min_count)
+        draft.parameters |= merge_shards(draft.path, shards, found, advance, min_count=min_count, workers=workers)
         written = dict(draft.parameters)
     return {"path": str(target), "shards": len(shards), **written}
 

@@ -50,9 +50,7 @@ def verify_model(
     prompts = None if tensors_only else _prompts(model, dataset, folder)
     found = []
     if checkpoint.exists():
-        found.append(
-            _verify_checkpoint(open_artefact(checkpoint, CHECKPOINT, hashes=hashes), chosen, model, prompts, console)
-        )
+        found.append(_verify_checkpoint(_open(checkpoint, hashes, console), chosen, model, prompts, console))
     if mapped.exists():
         found.append(_verify_map(open_artefact(mapped, MAP, hashes=hashes), chosen, model, prompts, console))
     for document in found:
@@ -61,6 +59,14 @@ def verify_model(
         found[0]["map"] = found[1]
         found[0]["passed"] = all(document["passed"] for document in found)
     return found[0]
+
+
+def _open(checkpoint: Path, hashes: bool, console: Console) -> Artefact:
+    if not hashes:
+        return open_artefact(checkpoint, CHECKPOINT)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    with console.progress("hashing", size, "bytes") as advance:
+        return open_artefact(checkpoint, CHECKPOINT, hashes=True, progress=advance)
 
 
 Prompts = tuple[IntArray, str]

@@ -1,4 +1,4 @@
-"""Artefacts on disk: a folder that appears whole or not at all (design 3).
+"""Artefacts on disk: a folder that appears whole or not at all (docs/formats/artefacts.md).
 
 An artefact is staged as `.NAME.partial` beside its target, every file fsynced, manifest.json last, then renamed.
 The manifest is a pure function of inputs and parameters; what is volatile stands in run.json, outside every hash.
@@ -16,10 +16,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ FORMAT_VERSION = 1
 SCRATCH = "."
 RESUME_KEY = f"{SCRATCH}resume.json"
 LIBRARIES = ("smoe", "numpy", "scipy", "numba", "pyarrow", "torch", "transformers")
+HASHED_AT_ONCE = 1 << 22
+"""Bytes of a file that are read and hashed before progress is said."""
+
+Progress = Callable[[int], None]
+
+
+def _unseen(_bytes: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,10 @@ class Artefact:
     def run(self) -> dict[str, Any]:
         """The volatile facts of the run that made it; empty if run.json is gone."""
         path = self.record / "run.json"
-        return dict(read_json(path)) if path.exists() else {}
+        facts = read_json(path, own=True) if path.exists() else {}
+        if not isinstance(facts, dict):
+            raise InputError(f"{path} is {facts!r}; a table of facts was expected. It may be deleted.")
+        return facts
 
     def parent_id(self, kind: str) -> str | None:
         return next((parent["id"] for parent in self.manifest["parents"] if parent["kind"] == kind), None)
@@ -84,16 +96,21 @@ class Draft:
     hashes: dict[str, str] = field(default_factory=dict)
 
 
-def open_artefact(path: Path, kind: str, *, hashes: bool = False) -> Artefact:
+def open_artefact(path: Path, kind: str, *, hashes: bool = False, progress: Progress = _unseen) -> Artefact:
     """Open a published artefact and check kind, format version and file sizes (with `hashes`, contents too).
 
+    progress(bytes) as contents are hashed.
     Raises InputError if it is missing, damaged or of another kind.
+
+    >>> artefact = open_artefact(folder / "tables", "tables")  # folder: a working folder, -C
+    >>> artefact.kind, artefact.parent_id("trace") == open_artefact(folder / "trace", "trace").id
+    ('tables', True)
     """
     restore_set_aside(path)
     record = path / "smoe" if (path / "smoe" / "manifest.json").exists() else path
     if not (record / "manifest.json").exists():
         raise InputError(f"{path} is missing or has no manifest.json; it is not a finished {kind} artefact.")
-    manifest = read_json(record / "manifest.json")
+    manifest = read_json(record / "manifest.json", own=True)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{record / 'manifest.json'} is not a smoe manifest.")
     if manifest.get("format_version") != FORMAT_VERSION:
@@ -106,7 +123,7 @@ def open_artefact(path: Path, kind: str, *, hashes: bool = False) -> Artefact:
     _check_manifest(record / "manifest.json", manifest)
     identity = file_hash(record / "manifest.json")
     for name, facts in manifest["files"].items():
-        _check_file(path, name, facts, hashes)
+        _check_file(path, name, facts, hashes, progress)
     return Artefact(path, record, manifest, identity)
 
 
@@ -116,6 +133,9 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     for key, kind in shapes.items():
         if not isinstance(manifest.get(key), kind):
             raise InputError(f"{path} has {key} = {manifest.get(key)!r}; a {kind.__name__} was expected.")
+    if not isinstance(manifest.get("seed", ""), int | None):
+        raise InputError(f"{path} has no seed that is a number or null; it is not a smoe manifest.")
+    _check_identity(path, manifest["model"])
     for parent in manifest["parents"]:
         if not isinstance(parent, dict) or not all(isinstance(parent.get(key), str) for key in ("kind", "id")):
             raise InputError(f"{path} names a parent {parent!r}; kind and id were expected.")
@@ -126,13 +146,27 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
             raise InputError(f"{path} lists the file {name!r} with {facts!r}; a size and sha256 were expected.")
 
 
-def _check_file(folder: Path, name: str, facts: dict[str, Any], hashes: bool) -> None:
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    """What is said of the model must be of its type; nothing need be said."""
+    kinds = {"family": str, "vocab_size": int, "layers": list, "router_sha256": str, "map_sha256": str}
+    for key, kind in kinds.items():
+        value = identity.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise InputError(f"{path} says of its model {key} = {value!r}; a {kind.__name__} was expected.")
+    if not all(isinstance(layer, dict) for layer in identity.get("layers") or []):
+        raise InputError(f"{path} lists its model's layers as {identity['layers']!r}; tables were expected.")
+
+
+def _check_file(folder: Path, name: str, facts: dict[str, Any], hashes: bool, progress: Progress) -> None:
     path = folder / name
-    size = path.stat().st_size if path.is_file() else -1
+    try:
+        size = path.stat().st_size if path.is_file() else -1
+    except OSError:  # a name that no file can have
+        size = -1
     if size != facts["bytes"]:
         found = "is missing" if size < 0 else f"has {size} bytes"
         raise InputError(f"{path} {found}; its manifest says {facts['bytes']} bytes. Make the artefact again.")
-    if hashes and file_hash(path) != facts["sha256"]:
+    if hashes and file_hash(path, progress) != facts["sha256"]:
         raise InputError(f"{path} does not have the contents its manifest says. Make the artefact again.")
 
 
@@ -261,7 +295,10 @@ def _remove(path: Path) -> None:
 
 def library_versions() -> dict[str, str]:
     """The versions that a manifest records."""
-    return {name: version(name) for name in LIBRARIES}
+    return {name: _version(name) for name in LIBRARIES}
+
+
+_version = cache(version)
 
 
 def staging_path(target: Path) -> Path:
@@ -282,9 +319,14 @@ def _file_table(folder: Path, known: dict[str, str]) -> dict[str, dict[str, Any]
     return table
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Path, progress: Progress = _unseen) -> str:
+    """The sha256 of a file's contents; progress(bytes) as they are read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(HASHED_AT_ONCE):
+            digest.update(piece)
+            progress(len(piece))
+    return digest.hexdigest()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compiled loops that count routing (design 3). Every function adds to arrays it is given.
+"""Compiled loops that count routing. Every function adds to arrays it is given.
 
 Axes: n rows, K experts a row, E experts of the layer, E' and E'' of the one and two before it, S token ids that are
 counted, C entries. part: [n] 0 for fit, 1 for validation, larger for rows that are in no table. Expert ids must lie

@@ -6,8 +6,8 @@ A SPEC is `builtin`, a path ending in .jsonl, .json, .txt, .parquet (optionally 
 
 import ast
 import hashlib
+import logging
 import sysconfig
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_profiles.errors import InputError, MachineError
+from smoe_profiles.importers.files import Archive
+from smoe_profiles.parquet import open_parquet
 from smoe_profiles.split import Document, TokenIds
+from smoe_profiles.unpacking import check_stream
 
 BUILTIN = "builtin"
 PIECE_CHARACTERS = 3000
@@ -126,18 +129,12 @@ def _pieces(paragraphs: list[str], joint: str) -> Iterator[str]:
 
 def _npz_rows(spec: str) -> Iterator[TokenIds | npt.NDArray[Any]]:
     path, _, key = spec.partition("#")
-    try:
-        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            key = key or "input_ids"
-            if key not in archive.files:
-                raise InputError(
-                    f"{path} has no array {key!r}; it holds {', '.join(archive.files)} (use FILE.npz#key)."
-                )
-            ids = archive[key]
-    except FileNotFoundError as error:
-        raise InputError(f"dataset {path} is missing.") from error
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
-        raise InputError(f"dataset {path} is not a readable .npz file ({error}).") from error
+    if not Path(path).is_file():
+        raise InputError(f"dataset {path} is missing or not a file.")
+    archive, key = Archive(Path(path)), key or "input_ids"
+    if key not in archive:
+        raise InputError(f"{path} has no array {key!r}; it holds {', '.join(archive)} (use FILE.npz#key).")
+    ids = archive[key]
     if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
         raise InputError(f"{spec} is {ids.dtype} {list(ids.shape)}; integer token ids [n] or [rows, n] were expected.")
     yield from [ids] if ids.ndim == 1 else ids
@@ -146,16 +143,14 @@ def _npz_rows(spec: str) -> Iterator[TokenIds | npt.NDArray[Any]]:
 def _library_rows(spec: str) -> Iterator[Any]:
     """Rows of a file or hub data set through the datasets library, streamed."""
     from datasets import load_dataset
+    from datasets import logging as library_logging
     from datasets.exceptions import DatasetNotFoundError
 
+    library_logging.set_verbosity(logging.CRITICAL)  # what it would log of a broken file is in the error that it raises
+
     path = Path(spec)
-    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
-    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
-    local = builder is not None or path.exists()
-    if local and not path.is_file():
-        raise InputError(f"dataset {spec} is missing or not a file.")
-    if local and builder is None:
-        raise InputError(f"dataset {spec} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
+    builder = _builder(path)
+    local = builder is not None
     try:
         if builder is None:
             stream = load_dataset(spec, split="train", streaming=True)
@@ -179,6 +174,22 @@ def _library_rows(spec: str) -> Iterator[Any]:
         if not local:
             raise
         raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _builder(path: Path) -> str | None:
+    """The library's reader for a file, which does not unpack to too much; None for what is no file: a hub's name."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    if builder is None and not path.exists():
+        return None
+    if not path.is_file():
+        raise InputError(f"dataset {path} is missing or not a file.")
+    if builder is None:
+        raise InputError(f"dataset {path} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
+    check_stream(path)
+    if path.suffix == ".parquet":
+        open_parquet(path)
+    return builder
 
 
 def _content(row: dict[str, Any], spec: str) -> Any:

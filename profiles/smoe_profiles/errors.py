@@ -1,8 +1,21 @@
-"""What can go wrong, by what the user can do about it; smoe_cli gives each its exit code (design 6)."""
+"""What can go wrong, by what the user can do about it; smoe_cli gives each its exit code."""
+
+MOST_CHARACTERS = 1200
+"""A sentence that quotes what a file holds says at most so much of it."""
 
 
 class SmoeError(Exception):
     """One sentence for the user: what is wrong, the value seen, where, what to do."""
+
+    def __str__(self) -> str:
+        """On a few lines at most, and nothing in it that a terminal would obey."""
+        text = "".join(letter if letter.isprintable() else _escaped(letter) for letter in super().__str__())
+        middle = MOST_CHARACTERS // 2
+        return text if len(text) <= MOST_CHARACTERS else f"{text[:middle]} [...] {text[-middle:]}"
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter == "\n" else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 class InputError(SmoeError):

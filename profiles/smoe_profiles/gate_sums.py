@@ -1,4 +1,4 @@
-"""The early gate's records of several traces as one (design 3). `smoe_profiles.capture.linear` says what they hold."""
+"""The early gate's records of several traces as one. `smoe_profiles.capture.linear` says what they hold."""
 
 import shutil
 from collections.abc import Sequence

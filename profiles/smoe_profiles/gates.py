@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from smoe_profiles.errors import InputError
 from smoe_profiles.tables import load_arrays
+from smoe_profiles.tensors import Shape, read_shard
 from smoe_profiles.trace import UNKNOWN_TOKEN, ExpertIds, TraceLayer
 
 FOLDER = "linear"
+JUDGED = ("validation", "heldout")
+"""The parts of which rows are kept: what is fitted from the fit part are sums."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,13 @@ class GateRecord:
 
     @cached_property
     def _rows(self) -> dict[str, npt.NDArray[Any]]:
-        return load_arrays(self.folder / "rows.safetensors")
+        shapes: dict[str, Shape] = {f"{part}.recent": ("U32", None, None) for part in JUDGED}
+        return load_arrays(self.folder / "rows.safetensors", shapes)
 
     @cached_property
     def _embedding(self) -> npt.NDArray[np.float32]:
-        return load_arrays(self.folder / "embedding.safetensors")["embedding"].astype(np.float32)
+        path = self.folder / "embedding.safetensors"
+        return load_arrays(path, {"embedding": ("F16", None, None)})["embedding"].astype(np.float32)
 
     @property
     def embedding_width(self) -> int:
@@ -68,6 +74,8 @@ class GateRecord:
         }
         recent = self._rows[f"{part}.recent"][:limit]
         ids = np.where(recent == UNKNOWN_TOKEN, len(self._embedding) - 1, recent)
+        if ids.size and ids.max() >= len(self._embedding):
+            raise InputError(f"{self.folder} names token id {ids.max()}; it has {len(self._embedding)} embeddings.")
         early = arrays["early"].astype(np.float32)
         ones = np.ones((len(ids), 1), np.float32)
         embedded = self._embedding[ids].reshape(len(ids), -1)
@@ -76,7 +84,17 @@ class GateRecord:
         return GateRows(arrays["experts"].astype(np.uint16), early, features, truth, arrays["inputs"].shape[1])
 
     def _layer(self, layer: TraceLayer) -> dict[str, npt.NDArray[Any]]:
-        return load_arrays(self.folder / f"layer_{layer.label}.safetensors")
+        path = self.folder / f"layer_{layer.label}.safetensors"
+        inputs = next((one.shape[1] for one in read_shard(path).tensors if one.name.endswith(".inputs")), 0)
+        experts, embedded = layer.num_experts + layer.num_zero, self.embedding_width
+        shapes: dict[str, Shape] = {}
+        for part in JUDGED:
+            rows, recent = self._rows[f"{part}.recent"].shape
+            shapes |= {f"{part}.inputs": ("F16", rows, inputs), f"{part}.experts": ("U16", rows, layer.top_k)}
+            shapes |= {f"{part}.{name}": ("F16", rows, experts) for name in ("early", "logits")}
+        features = inputs + experts + recent * embedded + 1
+        shapes |= {"xx": ("F64", features, features), "xy": ("F64", features, experts)}
+        return load_arrays(path, shapes)
 
 
 def gate_record(artefact: Path) -> GateRecord | None:

@@ -1,4 +1,4 @@
-"""Traces below level `token`: one Parquet file of counts a layer (design 3).
+"""Traces below level `token`: one Parquet file of counts a layer (docs/formats/trace.md).
 
 Level `token-count` counts (token_id, expert), `pair` counts (expert, other), `count` counts (expert); each entry of
 a part stands once, sorted by its keys, with the part in the `split` column.
@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import InputError
+from smoe_profiles.parquet import read_parquet
 from smoe_profiles.split import PARTS
+from smoe_profiles.tables import MOST_COUNTED
 from smoe_profiles.trace import Trace, TraceLayer, to_numpy
 
 KEYS: dict[Level, dict[str, pa.DataType]] = {
@@ -109,9 +111,14 @@ def _joined(lists: Sequence[Entries], layer: TraceLayer) -> Entries:
 def read_level(trace: Trace, layer: TraceLayer, part: str) -> Entries:
     """One layer's counts of one part, as written. Raises InputError if the file is missing or another table."""
     path = trace.artefact.path / level_file(layer)
-    try:
-        table = pq.read_table(path, page_checksum_verification=True)
-        rows = table.filter(pa.array(table["split"].cast(pa.string()).to_numpy() == part))
-        return {name: rows[name].to_numpy().astype(np.int64) for name in [*KEYS[trace.level], "count"]}
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise InputError(f"{path} cannot be read as counts of level {trace.level} ({error}).") from error
+    names = pa.dictionary(pa.int8(), pa.string())
+    columns = KEYS[trace.level] | {"count": pa.uint64(), "split": names}
+    table = read_parquet(path, pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()]))
+    rows = table.filter(pa.array(table["split"].cast(pa.string()).to_numpy() == part))
+    entries = {name: rows[name].to_numpy() for name in [*KEYS[trace.level], "count"]}
+    limits = {"token_id": trace.vocab_size, "count": MOST_COUNTED}
+    for name, values in entries.items():
+        limit = limits.get(name, layer.num_experts + layer.num_zero)
+        if values.size and values.max() >= limit:
+            raise InputError(f"{path} holds {name} {values.max()}; values below {limit} were expected.")
+    return {name: values.astype(np.int64) for name, values in entries.items()}

@@ -122,6 +122,12 @@ def find_model(name: str, *, download: bool = True) -> Model:
     download: fetch a hub model that is not cached, where the network is not switched off; otherwise the answer
     for a short name comes from its table, with `folder` None.
     Raises InputError for what does not exist, MachineError for what is not cached, ImpossibleError for a dense model.
+
+    >>> spec = find_model("tiny-mixtral").spec
+    >>> spec.family.model_type, spec.vocab_size, [layer.id for layer in spec.layers]
+    ('mixtral', 6144, [0, 1, 2])
+    >>> find_model("deepseek-v2", download=False).spec.layers[0].num_experts
+    160
     """
     if name in bundled_names():
         return _local(name, BUNDLED / name, name)
@@ -203,11 +209,15 @@ def map_hash(physical_to_logical: npt.NDArray[np.int64]) -> str:
 
 
 def model_identity(model: Model) -> dict[str, Any]:
-    """What makes two copies of a model the same model (design 3).
+    """What makes two copies of a model the same model (docs/formats/artefacts.md).
 
     The router rows of a regrouped checkpoint are hashed in logical order, so that router_sha256 is the source
     model's own and map_sha256 tells the two apart.
     Returns {family, vocab_size, layers, router_sha256, map_sha256, tokenizer_sha256}.
+
+    >>> identity = model_identity(find_model("tiny-mixtral"))
+    >>> identity["family"], identity["router_sha256"][:12], identity["map_sha256"]
+    ('mixtral', '8fa0319e1a95', None)
     """
     files = model.files().by_name()
     digest = hashlib.sha256()
@@ -245,6 +255,11 @@ def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two identities name the same weights; the tokenizer is compared apart.
 
     An identity without router hash, as imports have it, agrees with every model of the same layers, E and K.
+
+    >>> identity = model_identity(find_model("tiny-mixtral"))
+    >>> imported = identity | {"family": UNKNOWN_FAMILY, "router_sha256": None}
+    >>> same_model(identity, imported), same_model(identity, identity | {"router_sha256": "0" * 64})
+    (True, False)
     """
     if is_unknown(one) or is_unknown(other):
         families = {identity.get("family") for identity in (one, other)} - {UNKNOWN_FAMILY}
@@ -260,7 +275,7 @@ def is_unknown(identity: dict[str, Any]) -> bool:
 
 def _layer_sizes(identity: dict[str, Any]) -> list[tuple[Any, ...]]:
     keys = ("id", "num_experts", "top_k")
-    return [tuple(layer.get(key) for key in keys) for layer in identity.get("layers", []) if isinstance(layer, dict)]
+    return [tuple(layer.get(key) for key in keys) for layer in identity.get("layers") or [] if isinstance(layer, dict)]
 
 
 def describe_identity(identity: dict[str, Any]) -> str:
@@ -270,7 +285,7 @@ def describe_identity(identity: dict[str, Any]) -> str:
         sizes = dict.fromkeys(f"{experts} experts, top {top_k}" for _, experts, top_k in _layer_sizes(identity))
         return f"{named} ({len(_layer_sizes(identity))} MoE layers, {'; '.join(sizes)})"
     mapped = f", regrouped by map {identity['map_sha256'][:12]}" if identity.get("map_sha256") else ""
-    return f"{identity['family']} with routers {str(identity['router_sha256'])[:12]}{mapped}"
+    return f"{identity.get('family')} with routers {str(identity['router_sha256'])[:12]}{mapped}"
 
 
 def disk_names(model: Model, names: Container[str]) -> Disk:

@@ -1,4 +1,4 @@
-"""For token ids never seen, the seen id that is nearest in the model's input embedding (design 3).
+"""For token ids never seen, the seen id that is nearest in the model's input embedding.
 
 Axes: V vocabulary, V' rows of the embedding, H width.
 """
@@ -50,7 +50,7 @@ class StoredEmbedding:
 def nearest_neighbours(embedding: Embedding | None, seen: npt.NDArray[np.bool_], tile: int = TILE) -> UInt32Array:
     """For every id the id itself if seen, else the seen id of highest cosine, ties to the lower. Returns [V] uint32.
 
-    NO_NEIGHBOUR where there is none: without an embedding, without seen ids in it, for ids beyond its rows (F-30).
+    NO_NEIGHBOUR where there is none: without an embedding, without seen ids in it, for ids beyond its rows.
     embedding: [V', H]; seen: [V]. Cost: unseen ids times seen ids times H.
     """
     neighbour = np.where(seen, np.arange(len(seen)), NO_NEIGHBOUR).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Fit, validation and held-out parts, fixed once by whoever records a trace (design 3).
+"""Fit, validation and held-out parts, fixed once by whoever records a trace.
 
 A document goes to a part by the hash of its token ids, so that the same document lands in the same part on every
 machine and in every order. Everything here streams: a part left empty is noticed in a bounded look-ahead.
@@ -40,7 +40,11 @@ class Assigned:
 
 
 def document_fraction(token_ids: TokenIds) -> float:
-    """A document's place in [0, 1): the first 8 bytes of the sha256 of its ids as little-endian u32."""
+    """A document's place in [0, 1): the first 8 bytes of the sha256 of its ids as little-endian u32.
+
+    >>> round(document_fraction(np.array([17, 4, 2], np.uint32)), 4)
+    0.8531
+    """
     digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<u4").tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -55,6 +59,10 @@ def assign_parts(documents: Iterable[Document], mode: SplitMode, by: SplitBy) ->
 
     An input of fewer than three documents has no borders to go by: it is cut into blocks of min(4096, rows / 10)
     tokens, which count as documents (`order`: the first half is fit, the second held-out).
+
+    >>> texts = [Document(np.arange(start, start + 4, dtype=np.uint32), "docs") for start in range(5)]
+    >>> [assigned.part for assigned in assign_parts(texts, SplitMode.HASH, SplitBy.ORDER)]
+    ['fit', 'heldout', 'fit', 'heldout', 'validation']
     """
     stream = iter(documents)
     head = list(_take(stream, LOOK_AHEAD))

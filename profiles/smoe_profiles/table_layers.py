@@ -1,4 +1,4 @@
-"""One layer's tables: counted from a trace, row group by row group, written, and read back to be added up (design 3).
+"""One layer's tables: counted from a trace, row group by row group, written, and read back to be added up.
 
 Axes: n rows of one row group, N sample rows, K experts a token, E experts of the layer, E' and E'' of the one and two
 before it, S token ids that are counted. What is in memory is one layer's counters and one row group.
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from smoe_profiles.counting import (
@@ -24,13 +25,16 @@ from smoe_profiles.counting import (
     find_entries,
 )
 from smoe_profiles.errors import InputError
+from smoe_profiles.parquet import open_parquet, read_group
 from smoe_profiles.table_rows import Survey
 from smoe_profiles.tables import (
     FIT_PARTS,
     Int64Array,
     UInt32Array,
     bigram_path,
+    check_entries,
     counts_path,
+    entry_schema,
     load_arrays,
     onegram_path,
     save_arrays,
@@ -202,7 +206,7 @@ def _make_symmetric(counts: LayerCounts) -> None:
 
 def write_layer(folder: Path, layer: TraceLayer, counts: LayerCounts, *, whole: bool) -> None:
     """One layer's files. whole: these are all rows, so that rare entries of the 2-gram are dropped; else a shard's."""
-    kind = pa.uint32() if counts.rows < 2**32 else pa.uint64()  # F-32
+    kind = pa.uint32() if counts.rows < 2**32 else pa.uint64()
     tokens = {"token_id": pa.uint32(), "expert": pa.uint16(), "count": kind, "split": _SPLIT}
     _write_entries(counts_path(folder, layer), pa.schema(tokens), _token_entries(counts))
     arrays = {"popularity": counts.popularity, "coactivation": counts.coactivation}
@@ -282,52 +286,45 @@ def add_written(counts: LayerCounts, folder: Path, layer: TraceLayer, slot: npt.
 
     Raises InputError for a file that does not hold these counters.
     """
-    for piece in _read_entries(counts_path(folder, layer)):
-        _check_below(len(slot), piece["token_id"], folder)
+    path, experts = counts_path(folder, layer), counts.sizes[-1]
+    for piece in _read_entries(path, {"token_id": len(slot), "expert": experts}):
         place = slot[piece["token_id"]].astype(np.int64)
         kept = place != NOT_COUNTED
         place += piece["part"] * len(counts.token_id)
-        _add_entries(counts.tokens, place[kept], piece["expert"][kept], piece["count"][kept], folder)
-    arrays = load_arrays(statistics_path(folder, layer))
+        _add_entries(counts.tokens, place[kept], piece["expert"][kept], piece["count"][kept])
     totals = {"popularity": counts.popularity, "coactivation": counts.coactivation}
     if counts.transitions is not None and counts.onegram is not None:
-        arrays |= load_arrays(onegram_path(folder, layer))
-        totals |= {"transitions": counts.transitions, "onegram": counts.onegram}
-    for name, total in totals.items():
-        if arrays.get(name, np.empty(0)).shape != total.shape:
-            raise InputError(f"{statistics_path(folder, layer)} does not hold {name} of {list(total.shape)}.")
-        total += arrays[name]
+        _add_arrays(onegram_path(folder, layer), {"onegram": counts.onegram})
+        totals["transitions"] = counts.transitions
+    _add_arrays(statistics_path(folder, layer), totals)
     if counts.bigrams is not None:
-        for piece in _read_entries(bigram_path(folder, layer)):
-            _check_below(counts.sizes[1], piece["second"], folder)
+        limits = dict(zip(("first", "second", "expert"), counts.sizes, strict=True))
+        for piece in _read_entries(bigram_path(folder, layer), limits):
             context = piece["first"].astype(np.int64) * counts.sizes[1] + piece["second"]
-            _add_entries(counts.bigrams, context, piece["expert"], piece["count"], folder)
+            _add_entries(counts.bigrams, context, piece["expert"], piece["count"])
 
 
-def _add_entries(
-    counters: Counters, place: Int64Array, expert: npt.NDArray[Any], count: npt.NDArray[Any], folder: Path
-) -> None:
-    for values, size in zip((place, expert), counters.low.shape, strict=True):
-        _check_below(size, values, folder)
+def _add_arrays(path: Path, totals: Mapping[str, Int64Array]) -> None:
+    arrays = load_arrays(path, {name: ("I64", *total.shape) for name, total in totals.items()})
+    for name, total in totals.items():
+        total += arrays[name]
+
+
+def _add_entries(counters: Counters, place: Int64Array, expert: npt.NDArray[Any], count: npt.NDArray[Any]) -> None:
     add_entries(counters.low, counters.high, place, expert.astype(np.uint16), count.astype(np.uint64))
 
 
-def _check_below(size: int, values: npt.NDArray[Any], folder: Path) -> None:
-    if values.size and values.max() >= size:
-        raise InputError(f"{folder} counts an id {values.max()} where {size} are known.")
-
-
-def _read_entries(path: Path) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Entries of a file, one row group at a time, the part of token counts as a code."""
-    try:
-        file = pq.ParquetFile(path)
-        for number in range(file.num_row_groups):
-            table = file.read_row_group(number)
-            piece = {name: table[name].to_numpy() for name in table.column_names if name != "split"}
-            if "split" in table.column_names:
-                names = table["split"].combine_chunks().dictionary.to_pylist() if len(table) else []
-                codes = np.array([FIT_PARTS.index(name) for name in names], np.int64)
-                piece["part"] = codes[table["split"].combine_chunks().indices.to_numpy()] if len(table) else codes
-            yield piece
-    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
-        raise InputError(f"{path} cannot be read as counts ({error}).") from error
+def _read_entries(path: Path, limits: Mapping[str, int]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Entries of a file, one row group at a time, the part of token counts as a code. limits: a key -> its bound."""
+    wanted = entry_schema(limits)
+    file = open_parquet(path, wanted.names)
+    for number in range(file.num_row_groups):
+        table = read_group(file, path, number, wanted)
+        piece = {name: table[name].to_numpy() for name in (*limits, "count")}
+        check_entries(path, piece, limits)
+        if "split" in wanted.names:
+            part = pc.index_in(table["split"].cast(pa.string()), pa.array(FIT_PARTS))
+            if part.null_count:
+                raise InputError(f"{path} counts rows of other parts than {' and '.join(FIT_PARTS)}.")
+            piece["part"] = part.to_numpy().astype(np.int64)
+        yield piece

@@ -1,4 +1,4 @@
-"""Which rows of some traces go into which table: parts, sources, sample blocks, a shard's share (design 3).
+"""Which rows of some traces go into which table: parts, sources, sample blocks, a shard's share.
 
 Axes: N rows of all traces, numbered trace after trace; n rows of one row group; V vocabulary; B blocks of a part.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from smoe_profiles.counting import NOT_COUNTED, number_blocks
 from smoe_profiles.errors import InputError
+from smoe_profiles.parquet import open_parquet
 from smoe_profiles.split import PARTS
 from smoe_profiles.tables import FIT_PARTS, Int64Array, UInt32Array
 from smoe_profiles.trace import UNKNOWN_TOKEN, Trace, to_numpy
@@ -27,7 +27,7 @@ MIN_BLOCKS = {"fit": 1, "validation": 8}
 
 @dataclass(frozen=True)
 class Share:
-    """Shard `number` (from 1) of `of`: an equal run of a trace's rows, wherever its files and row groups end (F-36)."""
+    """Shard `number` (from 1) of `of`: an equal run of a trace's rows, wherever its files and row groups end."""
 
     number: int = 1
     of: int = 1
@@ -141,7 +141,9 @@ class Survey:
 def has_early(trace: Trace) -> bool:
     """Whether a trace has the early gate's columns."""
     files = [file for file in sorted(trace.artefact.manifest["files"]) if file.endswith(".parquet")]
-    return bool(files) and trace.layers[0].early_columns[0] in pq.read_schema(trace.artefact.path / files[0]).names
+    if not files:
+        return False
+    return trace.layers[0].early_columns[0] in open_parquet(trace.artefact.path / files[0]).schema_arrow.names
 
 
 def choose_blocks(blocks: int, wanted: int, seed: int) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Sample blocks of tables: runs of consecutive rows, the same in every layer (design 3).
+"""Sample blocks of tables: runs of consecutive rows, the same in every layer.
 
 Axes: N sample rows, fit before validation; K experts a row, M early-gate candidates.
 """
@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from smoe_profiles.errors import InputError
+from smoe_profiles.parquet import read_parquet
 from smoe_profiles.table_rows import Sampled, Survey
-from smoe_profiles.tables import FIT_PARTS, SAMPLES, Int64Array, phase_codes, read_table
-from smoe_profiles.trace import PHASES, schema, to_numpy
+from smoe_profiles.tables import FIT_PARTS, SAMPLES, Int64Array, phase_codes, sample_schemas
+from smoe_profiles.trace import PHASES, TraceLayer, schema, to_numpy
 
 FACTS = ("token_id", "phase", "source")
 NAMES = {"split": FIT_PARTS, "phase": PHASES}
@@ -58,9 +59,9 @@ def write_samples(path: Path, survey: Survey, samples: SampleRows, experts: Sequ
     _write(path, pa.table(columns))
 
 
-def merge_samples(path: Path, shards: Sequence[Path]) -> None:
+def merge_samples(path: Path, shards: Sequence[Path], layers: Sequence[TraceLayer]) -> None:
     """The blocks of all shards, given in order, as one samples.parquet."""
-    tables = [read_table(shard / SAMPLES) for shard in shards]
+    tables = [read_parquet(shard / SAMPLES, *sample_schemas(layers)) for shard in shards]
     if any(table.column_names != tables[0].column_names for table in tables):
         raise InputError(f"{shards[0]} and another shard hold samples of different columns; make them again.")
     runs = [_coded(table.filter(pc.equal(table["split"], part))) for part in FIT_PARTS for table in tables]

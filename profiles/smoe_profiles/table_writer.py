@@ -1,8 +1,9 @@
-"""Writing tables: from traces, from a shard of them, and from all shards (design 3).
+"""Writing tables: from traces, from a shard of them, and from all shards.
 
 The tables of all shards added up are, byte for byte, those that one run over the whole traces writes.
 """
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +16,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.artefact import SCRATCH, Artefact
-from smoe_profiles.errors import ImpossibleError, InputError
+from smoe_profiles.artefact import SCRATCH, Artefact, file_hash
+from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.gate_sums import add_records
 from smoe_profiles.models import Model, describe_identity, input_embedding, same_model
 from smoe_profiles.neighbours import StoredEmbedding, nearest_neighbours
-from smoe_profiles.table_layers import add_written, count_layers, empty_counts, token_slots, write_layer
+from smoe_profiles.table_layers import LayerCounts, add_written, count_layers, empty_counts, token_slots, write_layer
 from smoe_profiles.table_rows import BLOCK_ROWS, Share, Survey, survey_rows
 from smoe_profiles.table_samples import SampleRows, merge_samples, share_samples, write_samples
 from smoe_profiles.tables import FIT_PARTS, VOCABULARY, Int64Array, UInt32Array, load_arrays, save_arrays
+from smoe_profiles.tensors import Shape
 from smoe_profiles.trace import Trace, TraceLayer, read_layers
+from smoe_profiles.workers import LocalWorkers, Workers
 
 SHARD = "tables-shard"
 LINEAR = "linear"
 PROCESS_WORK = 1 << 25
 """Activations that are worth a process of their own, which takes a second to start."""
+
+CHUNK_LAYERS = 10
+"""Most layers of a task where there are several workers: so much is lost with one, and progress takes such steps."""
+
+ALONE = LocalWorkers()
 
 Progress = Callable[[int], None]
 
@@ -59,61 +67,70 @@ def write_tables(
     progress: Progress,
     *,
     min_count: int = 1,
-    jobs: int = 1,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Write every table of some traces of one model into `folder`; progress(layers) as they are done.
 
     model: whose input embedding gives neighbours; None: ids never seen take popularity. min_count: ids that occur less
-    often count as never seen. jobs: processes, 0: one a core; the bytes are the same for any number.
+    often count as never seen. workers: who counts layers; they must see traces and folder under the same paths.
     Returns the parameters for the manifest. Raises InputError if the fit or validation part is empty.
     Memory, a process: 8 S E bytes of S counted ids, 4 E^3 of the 2-gram, and one row group, whatever the rows.
     """
     check_traces(traces)
-    with _scratch(folder) as scratch:
+    with _scratch(folder, [trace.artefact for trace in traces], workers) as scratch:
         survey = survey_rows(traces, scratch, Share(), _vocabulary(traces), seed)
         counted = _write_vocabulary(folder / VOCABULARY, survey.occurrences, min_count, model)
-        _write_counted(folder, survey, counted, scratch, jobs, progress, whole=True)
+        _write_counted(folder, survey, counted, scratch, workers, progress, whole=True)
         add_records([trace.artefact.path / LINEAR for trace in traces], folder / LINEAR)
     return _parameters(survey, seed) | _choices(model, min_count)
 
 
 def write_shard(
-    folder: Path, traces: Sequence[Trace], share: Share, seed: int, progress: Progress, *, jobs: int = 1
+    folder: Path, traces: Sequence[Trace], share: Share, seed: int, progress: Progress, *, workers: Workers = ALONE
 ) -> dict[str, Any]:
     """Write one shard of `write_tables`: the same files, of the share's rows alone, with nothing dropped.
 
     The early gate's record, which is of whole traces, goes with the first shard. Returns the parameters.
     """
     check_traces(traces)
-    with _scratch(folder) as scratch:
+    with _scratch(folder, [trace.artefact for trace in traces], workers) as scratch:
         survey = survey_rows(traces, scratch, share, _vocabulary(traces), seed)
         save_arrays(folder / VOCABULARY, {"occurrences": survey.occurrences})
         counted = np.flatnonzero(survey.occurrences.any(axis=0)).astype(np.uint32)
-        _write_counted(folder, survey, counted, scratch, jobs, progress, whole=False)
+        _write_counted(folder, survey, counted, scratch, workers, progress, whole=False)
         if share.number == 1:
             add_records([trace.artefact.path / LINEAR for trace in traces], folder / LINEAR)
     return _parameters(survey, seed) | {"shard": asdict(share)}
 
 
 def merge_shards(
-    folder: Path, shards: Sequence[Artefact], model: Model | None, progress: Progress, *, min_count: int = 1
+    folder: Path,
+    shards: Sequence[Artefact],
+    model: Model | None,
+    progress: Progress,
+    *,
+    min_count: int = 1,
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
     """Add all shards up into the tables of the whole. shards: in order, as `order_shards` gives them."""
-    layers, _ = read_layers(shards[0])
+    layers, vocab = read_layers(shards[0])
     paths = [shard.path for shard in shards]
-    occurrences = np.sum([load_arrays(path / VOCABULARY)["occurrences"] for path in paths], axis=0)
+    counted_ids: dict[str, Shape] = {"occurrences": ("I64", len(FIT_PARTS), vocab)}
+    occurrences = np.sum([load_arrays(path / VOCABULARY, counted_ids)["occurrences"] for path in paths], axis=0)
     counted = _write_vocabulary(folder / VOCABULARY, occurrences, min_count, model)
     rows = sum(shards[0].parameters["rows"].values())
-    for index in range(len(layers)):
-        _merge_layer(folder, paths, layers, index, counted, occurrences.shape[1], rows)
-        progress(1)
-    merge_samples(folder / "samples.parquet", paths)
+    with _scratch(folder, shards, workers) as scratch:
+        tasks = [
+            (folder, scratch, paths, layers, index, counted, occurrences.shape[1], rows) for index in range(len(layers))
+        ]
+        workers.run(_merge_layer, tasks, lambda _: progress(1))
+    merge_samples(folder / "samples.parquet", paths, layers)
     add_records([path / LINEAR for path in paths], folder / LINEAR)
     return _of_the_whole(shards[0]) | _choices(model, min_count)
 
 
 def order_shards(shards: Sequence[Artefact]) -> list[Artefact]:
-    """The shards by number. What they are is read from their manifests, not from their names (F-35).
+    """The shards by number. What they are is read from their manifests, not from their names.
 
     Raises InputError where one is missing, stands twice, or is of other traces, parameters or model.
     """
@@ -164,10 +181,27 @@ def _vocabulary(traces: Sequence[Trace]) -> int:
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder inside the staging folder for what is read again; gone with its caller."""
+def _scratch(folder: Path, read: Sequence[Artefact], workers: Workers) -> Iterator[Path]:
+    """A folder inside the staging folder for what is read again; gone with its caller.
+
+    read: what the workers read; every machine must see both. Raises MachineError if one does not.
+    """
     with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}scratch-", dir=folder) as name:
+        workers.everywhere(_check_sight, Path(name), {artefact.record: artefact.id for artefact in read})
         yield Path(name)
+
+
+def _check_sight(scratch: Path, read: dict[Path, str]) -> None:
+    missing = [record for record, known in read.items() if not _is_there(record / "manifest.json", known)]
+    if missing or not scratch.is_dir():
+        raise MachineError(
+            f"node {socket.gethostname()} does not see {missing[0] if missing else scratch.parent.parent}: workers "
+            "read traces and write tables, so all need one file system; or count with --shard, then --merge."
+        )
+
+
+def _is_there(manifest: Path, known: str) -> bool:
+    return manifest.is_file() and file_hash(manifest) == known
 
 
 def _parameters(survey: Survey, seed: int) -> dict[str, Any]:
@@ -201,19 +235,17 @@ def _write_counted(
     survey: Survey,
     counted: UInt32Array,
     scratch: Path,
-    jobs: int,
+    workers: Workers,
     progress: Progress,
     *,
     whole: bool,
 ) -> None:
     """Every layer's files, and the samples, which take a column from each layer."""
-    from joblib import Parallel, cpu_count, delayed
-
     survey.facts.arrange(survey.runs(), counted, survey.occurrences.shape[1])
     samples = share_samples(survey)
     layers = survey.traces[0].layers
     work = (survey.stop - survey.first) * sum(layer.top_k for layer in layers)
-    chunks = _chunks(len(layers), min(jobs or cpu_count(), work // PROCESS_WORK + 1))
+    chunks = _chunks(len(layers), min(workers.count, work // PROCESS_WORK + 1))
     task = survey, counted, samples, scratch, folder, whole
     experts: list[npt.NDArray[Any]] = []
     if len(chunks) == 1:
@@ -221,16 +253,15 @@ def _write_counted(
             experts.append(rows)
             progress(1)
     else:
-        workers = Parallel(n_jobs=len(chunks), return_as="generator")
-        for found in workers(delayed(_list_chunk)(chunk, *task) for chunk in chunks):
-            experts += found
-            progress(len(found))
+        found = workers.run(_list_chunk, [(chunk, *task) for chunk in chunks], lambda rows: progress(len(rows)))
+        experts = [rows for chunk in found for rows in chunk]
     write_samples(folder / "samples.parquet", survey, samples, experts)
 
 
 def _chunks(layers: int, jobs: int) -> list[range]:
     """Equal runs of at least two layers: each reads the two before it as well, so that none is read a third time."""
-    count = max(min(jobs, layers // 2), 1)
+    wanted = max(jobs, -(-layers // CHUNK_LAYERS)) if jobs > 1 else 1
+    count = max(min(wanted, layers // 2), 1)
     edges = [layers * number // count for number in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
@@ -244,18 +275,26 @@ def _count_chunk(
     folder: Path,
     whole: bool,
 ) -> Iterator[npt.NDArray[Any]]:
-    own = scratch / f"layers-{numbers.start}"
-    own.mkdir()
-    write = partial(write_layer, folder, whole=whole)
-    yield from count_layers(survey, numbers, counted, samples.row, own, write)
+    with tempfile.TemporaryDirectory(dir=scratch) as own:
+        write = partial(_write_aside, folder, Path(own), whole)
+        yield from count_layers(survey, numbers, counted, samples.row, Path(own), write)
 
 
 def _list_chunk(*task: Any) -> list[npt.NDArray[Any]]:
     return list(_count_chunk(*task))
 
 
+def _write_aside(folder: Path, scratch: Path, whole: bool, layer: TraceLayer, counts: LayerCounts) -> None:
+    """A layer's files, moved into `folder` when they are whole: a worker given up for lost may still be writing."""
+    with tempfile.TemporaryDirectory(dir=scratch) as own:
+        write_layer(Path(own), layer, counts, whole=whole)
+        for path in Path(own).iterdir():
+            path.replace(folder / path.name)
+
+
 def _merge_layer(
     folder: Path,
+    scratch: Path,
     shards: Sequence[Path],
     layers: Sequence[TraceLayer],
     index: int,
@@ -266,4 +305,4 @@ def _merge_layer(
     counts, slot = empty_counts(layers, index, counted, rows), token_slots(counted, vocab)
     for shard in shards:
         add_written(counts, shard, layers[index], slot)
-    write_layer(folder, layers[index], counts, whole=True)
+    _write_aside(folder, scratch, True, layers[index], counts)

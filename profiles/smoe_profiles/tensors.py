@@ -6,7 +6,8 @@ a claimed size, an offset or an index entry is never trusted (format: safetensor
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+Shape = tuple[str | int | None, ...]
+"""The type and the length of each axis of a tensor; None: any length."""
+
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -73,10 +77,12 @@ def read_shard(path: Path) -> Shard:
                 raise InputError(f"{path} is not a safetensors file: its header claims {length} of {size} bytes.")
             raw = file.read(length)
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} has an unreadable safetensors header ({error}).") from error
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing, though the model's index names it.") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not isinstance(header, dict):
         raise InputError(f"{path} has a safetensors header that is no table of tensors.")
     metadata = header.pop("__metadata__", {})
@@ -111,6 +117,18 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if expected is not None and items * expected != stop - start:
         raise InputError(f"{path}: tensor {name} ({dtype} {list(shape)}) should have {items * expected} bytes.")
     return TensorInfo(name, dtype, shape, data_start + start, data_start + stop)
+
+
+def check_arrays(shard: Shard, expected: Mapping[str, Shape]) -> None:
+    """Raises InputError unless a file's header has the expected arrays, each of its type and shape."""
+    found = {tensor.name: tensor for tensor in shard.tensors}
+    for name, (dtype, *shape) in expected.items():
+        tensor = found.get(name)
+        fits = tensor is not None and tensor.dtype == dtype and len(tensor.shape) == len(shape)
+        if tensor is None or not fits or any(n not in (m, None) for n, m in zip(shape, tensor.shape, strict=True)):
+            said = f"{tensor.dtype} {list(tensor.shape)}" if tensor else "missing"
+            wanted = ", ".join("any" if length is None else str(length) for length in shape)
+            raise InputError(f"{shard.path}: {name} is {said}; {dtype} [{wanted}] was expected.")
 
 
 @dataclass(frozen=True)
@@ -185,15 +203,26 @@ def encode_header(metadata: dict[str, str], tensors: list[tuple[str, str, tuple[
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def read_json(path: Path) -> Any:
-    """JSON from a file, refusing duplicate keys; InputError names the file."""
+def read_json(path: Path, *, own: bool = False) -> Any:
+    """JSON from a file, refusing duplicate keys; InputError names the file.
 
+    own: smoe wrote it, so that a number that is none (NaN, 1e999), which others write too, is refused.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        return _parsed(path.read_text(encoding="utf-8"), path, own)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise InputError(f"{path} is not valid JSON ({error}).") from error
+
+
+def unreadable(path: Path, error: OSError) -> Exception:
+    """What to raise for a path that is no file, as a folder or a loop of links; permission is the machine's matter."""
+    if isinstance(error, PermissionError):
+        return error
+    return InputError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def as_float32(tensor: TensorInfo, data: bytes) -> npt.NDArray[np.float32]:
@@ -207,6 +236,27 @@ def as_float32(tensor: TensorInfo, data: bytes) -> npt.NDArray[np.float32]:
     if tensor.dtype not in NUMPY_DTYPES:
         raise InputError(f"tensor {tensor.name} has dtype {tensor.dtype}; a float tensor was expected.")
     return np.frombuffer(data, NUMPY_DTYPES[tensor.dtype]).astype(np.float32).reshape(tensor.shape)
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The lines of a file that smoe wrote, each as `read_json` takes it."""
+    try:
+        return [_parsed(line, path, own=True) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON, one value a line ({error}).") from error
+
+
+def _parsed(text: str, path: Path, own: bool) -> Any:
+    finite = {"parse_float": _finite, "parse_constant": _finite} if own else {}
+    return json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs), **finite)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is no number")
+    return float(text)
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trace: one row a token, with the experts every MoE layer chose, in Parquet (design 3).
+"""The trace: one row a token, with the experts every MoE layer chose, in Parquet (docs/formats/trace.md).
 
 Axes: N rows (tokens), K experts a token, M early-gate candidates, L MoE layers. Column `experts_LL` is
 fixed_size_list[K] of u8 (or u16 where ids pass 255), `weights_LL` f16 of the same shape, both sorted by falling weight,
@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import ImpossibleError, InputError
+from smoe_profiles.parquet import open_parquet, read_group
 from smoe_profiles.split import PARTS
 
 PHASES = ("prefill", "decode")
@@ -209,31 +209,11 @@ def _read_groups(
     path: Path, columns: list[str], expected: pa.Schema, first: int, only: Container[int] | None
 ) -> Generator[pa.Table, None, int]:
     """One file's row groups; `first` is the number of its first. Returns the number of the next file's first."""
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        missing = set(columns) - set(file.schema_arrow.names)
-        if missing:
-            raise InputError(f"{path} has no column {min(missing)}; the trace is incomplete.")
-        for group in range(file.num_row_groups):
-            if only is None or first + group in only:
-                table = file.read_row_group(group, columns=columns)
-                for column in columns:
-                    _check_column(path, table[column], expected.field(column))
-                yield table
-        return first + int(file.num_row_groups)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as Parquet ({error}).") from error
-
-
-def _check_column(path: Path, column: pa.ChunkedArray, expected: pa.Field) -> None:
-    """A column must have the schema's very type: a narrowing or a null would shift or wrap ids unnoticed."""
-    same = column.type == expected.type
-    if pa.types.is_dictionary(expected.type) and pa.types.is_dictionary(column.type):
-        same = column.type.value_type == expected.type.value_type
-    if not same:
-        raise InputError(f"{path}: column {expected.name} is {column.type}; {expected.type} was expected.")
-    if column.null_count and not expected.nullable:
-        raise InputError(f"{path}: column {expected.name} has {column.null_count} empty rows.")
+    file, wanted = open_parquet(path, columns), pa.schema([expected.field(column) for column in columns])
+    for group in range(file.num_row_groups):
+        if only is None or first + group in only:
+            yield read_group(file, path, group, wanted)
+    return first + int(file.num_row_groups)
 
 
 def to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
@@ -262,7 +242,14 @@ def _list_rows(chunk: pa.FixedSizeListArray) -> npt.NDArray[Any]:
 
 
 def open_trace(path: Path, *, hashes: bool = False, needs: Level = Level.TOKEN) -> Trace:
-    """Open trace/ and check that its level holds what the caller needs."""
+    """Open trace/ and check that its level holds what the caller needs.
+
+    >>> trace = open_trace(folder / "trace")  # folder: a working folder, -C
+    >>> trace.level.value, [layer.id for layer in trace.layers], trace.vocab_size
+    ('token', [11, 12, 13], 686)
+    >>> trace.experts(trace.layers[0], "heldout").shape == (trace.rows("heldout"), 4)
+    True
+    """
     artefact = open_artefact(path, "trace", hashes=hashes)
     level = artefact.parameters.get("level")
     if level not in list(Level):

@@ -1,4 +1,4 @@
-"""Writing a trace: checked rows into Parquet parts, and a journal from which a killed run goes on (design 3).
+"""Writing a trace: checked rows into Parquet parts, and a journal from which a killed run goes on.
 
 The journal holds every row since the last finished part file, one Arrow record batch a call of `append`. A run that
 starts again over it writes the same parts, byte for byte, as one that was never killed.

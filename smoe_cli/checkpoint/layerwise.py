@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from smoe_cli.checkpoint.comparison import Choice, RoutingReport, compare_layer, hidden_of, watched
+from smoe_profiles.capture.loading import LOCAL
 from smoe_profiles.capture.points import capture_points
 from smoe_profiles.errors import ImpossibleError
 from smoe_profiles.families.config import ModelSpec, MoeLayer
@@ -32,7 +33,7 @@ class LayerLoader:
     def __init__(self, model: Model) -> None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model.local_folder(), local_files_only=True)
+        config = AutoConfig.from_pretrained(model.local_folder(), **LOCAL)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model.spec.family.nested:
             raise ImpossibleError(
                 f"a model of {model.spec.family.model_type} cannot be run layer by layer. {BYTES_ONLY}"

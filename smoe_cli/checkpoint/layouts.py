@@ -213,7 +213,7 @@ def renumber(data: bytes, tensor: TensorInfo, logical_to_physical: npt.NDArray[n
 
 
 def blocking_layer(layers: Sequence[MoeLayer], physical_to_logical: npt.NDArray[np.int64]) -> MoeLayer | None:
-    """The first layer whose group-limited router this map would change, or None (design 4.3).
+    """The first layer whose group-limited router this map would change, or None.
 
     A map is harmless if whole groups become whole groups; the order inside a group is free. Every other rule of the
     table chooses the same experts whatever their numbers, exact ties aside.

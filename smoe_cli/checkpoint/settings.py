@@ -1,4 +1,4 @@
-"""Settings beside the weights that name single experts: quantisation lists in config.json and its like (F-67).
+"""Settings beside the weights that name single experts: quantisation lists in config.json and its like.
 
 A name in full, `model.layers.3.mlp.experts.5.gate_proj`, is renumbered with its expert; the text around it keeps every
 byte. A pattern or a shortened name may mean several experts, and is refused.

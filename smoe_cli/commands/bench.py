@@ -45,6 +45,7 @@ def bench(
         tokens=tokens,
         cpu=cpu,
         out=out,
+        console=common.console,
     )
     common.console.result(document, lambda: _show(common, document))
 

@@ -1,10 +1,10 @@
 """smoe build-tables: count routing into the tables that placing and predicting need."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, ModelOption, SeedOption
+from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, ModelOption, RayOption, SeedOption
 
 
 def build_tables(
@@ -23,6 +23,7 @@ def build_tables(
     ] = 1,
     seed: SeedOption = 0,
     jobs: JobsOption = 0,
+    ray: RayOption = None,
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
@@ -32,6 +33,7 @@ def build_tables(
     from smoe_cli.errors import UsageError
     from smoe_cli.folder import TRACE
     from smoe_cli.tabulating import build_shard, build_whole, merge_shards_of, open_traces, parse_share
+    from smoe_cli.workers import open_workers
 
     console = common.console
     if merge and (trace or shard):
@@ -39,23 +41,20 @@ def build_tables(
     if shard and (model or min_count > 1):
         raise UsageError("--model and --min-count belong to the whole: give them with --merge, not with --shard.")
     share = parse_share(shard) if shard else None
-    if merge:
-        document = merge_shards_of(
-            common.dir, model, seed=seed, min_count=min_count, hashes=hashes, force=force, console=console
-        )
-    else:
-        paths = [Path(name) for name in trace] if trace else [common.dir / TRACE]
-        traces = open_traces(paths, hashes=hashes)
-        if share:
-            document = build_shard(traces, common.dir, share, seed=seed, jobs=jobs, force=force, console=console)
+    paths = [Path(name) for name in trace] if trace else [common.dir / TRACE]
+    traces = [] if merge else open_traces(paths, hashes=hashes)
+    with open_workers(jobs, ray, console.note) as workers:
+        how: dict[str, Any] = {"seed": seed, "workers": workers, "force": force, "console": console}
+        if merge:
+            document = merge_shards_of(common.dir, model, min_count=min_count, hashes=hashes, **how)
+        elif share:
+            document = build_shard(traces, common.dir, share, **how)
         else:
-            document = build_whole(
-                traces, common.dir, model, seed=seed, min_count=min_count, jobs=jobs, force=force, console=console
-            )
+            document = build_whole(traces, common.dir, model, min_count=min_count, **how)
     rows = sum(document["rows"].values())
     part = f"shard {share.number} of {share.of} of " if share else ""
     console.result(
         document,
         lambda: console.line(f"{document['path']}: {part}{len(document['layers'])} MoE layers from {rows:,} rows"),
-        common.next("smoe build-tables --merge" if share else "smoe cocluster --ep G"),
+        common.next(*(("build-tables", "--merge") if share else ("cocluster", "--ep", "G"))),
     )

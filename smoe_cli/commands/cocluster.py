@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, SeedOption
+from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, RayOption, SeedOption
 from smoe_solvers.choices import Effort, Goal, Groups, Method, Mode, Seeds
 
 if TYPE_CHECKING:
     from smoe_cli.solve_options import SolveOptions
     from smoe_profiles.tables import Tables
+    from smoe_profiles.workers import Workers
 
 
 def cocluster(
@@ -90,6 +91,7 @@ def cocluster(
     name: Annotated[str | None, typer.Option("--name", help="Keep it beside others as placement-epG-NAME.")] = None,
     seed: SeedOption = 0,
     jobs: JobsOption = 0,
+    ray: RayOption = None,
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
@@ -99,6 +101,7 @@ def cocluster(
     from smoe_cli.mixing import choose_mix
     from smoe_cli.solve_options import SolveOptions, check_ep, check_nodes, check_options
     from smoe_cli.solving import choose_robust_mix, placement_to_stay_near, publish_placement
+    from smoe_cli.workers import open_workers
     from smoe_profiles.artefact import check_target
     from smoe_profiles.tables import open_tables
 
@@ -132,37 +135,38 @@ def cocluster(
     )
     check_options(options, compare=compare)
     if compare:
-        _compare(common, tables, options, jobs)
+        with open_workers(jobs, ray, common.console.note) as workers:
+            _compare(common, tables, options, workers)
         return
     cost = find_cost(tables.artefact, common.dir, machine, mode, ep, needed=goal is Goal.TIME)
     check_target(target, force=force or (near is not None and near.path == target))
-    tried = choose_robust_mix(tables, sources, options, jobs, common.console) if robust else []
-    if tried:
-        best = max(tried, key=lambda one: one.worst)
-        options = replace(options, mix=tuple(best.mix.items()))
-    document = publish_placement(
-        tables,
-        target,
-        options,
-        jobs=jobs,
-        force=force,
-        console=common.console,
-        cost=cost,
-        old=near.placement if near else None,
-    )
+    with open_workers(jobs, ray, common.console.note) as workers:
+        tried = choose_robust_mix(tables, sources, options, workers, common.console) if robust else []
+        if tried:
+            best = max(tried, key=lambda one: one.worst)
+            options = replace(options, mix=tuple(best.mix.items()))
+        document = publish_placement(
+            tables,
+            target,
+            options,
+            workers=workers,
+            force=force,
+            console=common.console,
+            cost=cost,
+            old=near.placement if near else None,
+        )
     document["mixes_tried"] = [asdict(one) | {"mean": one.mean, "worst": one.worst} for one in tried]
-    common.console.result(
-        document, lambda: _show(common, document), common.next(f"smoe regroup --placement {target.name}")
-    )
+    common.console.result(document, lambda: _show(common, document), common.next("regroup", "--placement", target.name))
 
 
-def _compare(common: Common, tables: "Tables", options: "SolveOptions", jobs: int) -> None:
+def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> None:
     from smoe_cli.comparing import compare_methods, held_out_trace
 
     trace = held_out_trace(common.dir, tables)
     with common.console.progress("comparing", len(tables.layers), "layers") as advance:
-        document = compare_methods(tables, trace, options, jobs, advance)
-    common.console.result(document, lambda: _show_comparison(common, document))
+        document = compare_methods(tables, trace, options, workers, advance)
+    following = common.next("cocluster", "--ep", str(options.ep))
+    common.console.result(document, lambda: _show_comparison(common, document), following)
 
 
 def _show_comparison(common: Common, document: dict[str, Any]) -> None:

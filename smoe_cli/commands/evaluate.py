@@ -73,7 +73,7 @@ def evaluate(
         hardware=load_hardware(hardware),
         console=common.console,
     )
-    following = None if applied(chosen) else common.next("regroup", "--placement", chosen.path.name)
+    following = common.next("report" if applied(chosen) else "regroup", "--placement", chosen.path.name)
     common.console.result(document, lambda: show(common.console, document, mode), following)
     state, judge, judged = _judged(document, mode)
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]

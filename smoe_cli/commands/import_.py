@@ -97,7 +97,7 @@ def import_(
         wanted=Wanted(split=split, split_by=split_by, order=not no_order),
     )
     document = import_trace(plan, target, force=force, console=common.console)
-    command = common.next("smoe build-tables") if document["level"] == "token" else None
+    command = common.next("build-tables" if document["level"] == "token" else "inspect")
     common.console.result(document, lambda: _show(common, document), command)
 
 
@@ -114,7 +114,7 @@ def _import_placement(
     )
     what = "with predictors from the tables here" if document["predictors"] else "a map alone: there are no tables here"
     line = f"{document['path']}: {document['layers']} MoE layers of {document['slots']} slots, {what}"
-    following = common.next(f"smoe evaluate --placement {Path(document['path']).name}")
+    following = common.next("evaluate", "--placement", Path(document["path"]).name)
     common.console.result(document, lambda: common.console.line(line), following if document["predictors"] else None)
 
 

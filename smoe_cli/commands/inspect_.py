@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from smoe_cli.options import Common, HashesOption
+from smoe_profiles.choices import Level
 
 
 def inspect(
@@ -34,6 +35,7 @@ def inspect(
     """Look at an artefact (of a trace load, concentration, coverage, signs of sickness) or an engine's placement."""
     from smoe_cli.engines.importing import inspect_engine_map
     from smoe_cli.errors import CheckFailedError, UsageError
+    from smoe_cli.folder import TABLES, TRACE
     from smoe_cli.inspecting import compare, find_artefact, inspect_artefact
     from smoe_cli.showing import show_agreement, show_engine_map, show_summary, show_trace
 
@@ -54,7 +56,9 @@ def inspect(
     else:
         document = inspect_artefact(path, ep=ep, hashes=hashes, console=console)
         show = show_trace if document["kind"] == "trace" else show_summary
-        console.result(document, lambda: show(console, document))
         failed = bool(document["lint"])
+        countable = path == common.dir / TRACE and document.get("level") == Level.TOKEN and not failed
+        following = common.next("build-tables") if countable and not (common.dir / TABLES).exists() else None
+        console.result(document, lambda: show(console, document), following)
     if strict and failed:
         raise CheckFailedError(f"{path}: {document['verdict']}.")

@@ -14,7 +14,7 @@ def models(common: Common) -> None:
         rows = [
             [
                 str(document["model"]),
-                str(document["moe_layers"]),
+                str(len(document["moe_layers"])),
                 str(document["experts"]),
                 str(document["top_k"]),
                 str(document["router_rule"]),
@@ -24,4 +24,4 @@ def models(common: Common) -> None:
         ]
         common.console.table("Models", ["name", "MoE layers", "E", "K", "router", "here"], rows)
 
-    common.console.result({"models": documents}, show)
+    common.console.result({"models": documents}, show, common.next("profile", "--model", "NAME"))

@@ -94,7 +94,7 @@ def profile(
     document = record_trace(plan, target, force=force, console=common.console)
     if not document:  # of several processes, one speaks
         return
-    common.console.result(document, lambda: _show(common, document), common.next(_next(document)))
+    common.console.result(document, lambda: _show(common, document), common.next(*_next(document)))
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:
@@ -105,13 +105,15 @@ def _show(common: Common, document: dict[str, Any]) -> None:
     )
 
 
-def _next(document: dict[str, Any]) -> str:
+def _next(document: dict[str, Any]) -> tuple[str, ...]:
     if document["level"] != Level.TOKEN:
-        return "smoe inspect"
-    return "smoe build-tables" if document["rows"]["fit"] else f"smoe evaluate --trace {document['path']}"
+        return ("inspect",)
+    return ("build-tables",) if document["rows"]["fit"] else ("evaluate", "--trace", document["path"])
 
 
 def _show_model(common: Common, document: dict[str, Any]) -> None:
-    for key, value in document.items():
+    ids = document["moe_layers"]
+    shown = document | {"moe_layers": f"{len(ids)} ({ids[0]} to {ids[-1]})"}
+    for key, value in shown.items():
         if value is not None and not key.endswith("_bytes"):
             common.console.line(f"{key.replace('_', ' ')}: {value}")

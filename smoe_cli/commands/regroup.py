@@ -56,6 +56,6 @@ def regroup(
         document = regroup_model(
             chosen, common.dir, model, layout.value, jobs=jobs, force=force, dry_run=dry_run, console=common.console
         )
-        following = None if dry_run else common.next(f"smoe verify --placement {chosen.path.name}")
+        following = None if dry_run else common.next("verify", "--placement", chosen.path.name)
     text = f"would write {document['message']} {document.get('cost', '')}" if dry_run else document["message"]
     common.console.result(document, lambda: common.console.line(str(text).rstrip()), following)

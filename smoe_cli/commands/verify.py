@@ -28,7 +28,7 @@ def verify(
     document = verify_model(
         chosen, common.dir, model, dataset, tensors_only=tensors_only, hashes=hashes, console=common.console
     )
-    following = common.next(f"smoe evaluate --placement {chosen.path.name}")
+    following = common.next("evaluate", "--placement", chosen.path.name)
     if document["passed"]:
         common.console.result(document, lambda: common.console.line(_summary(document)), following)
         return

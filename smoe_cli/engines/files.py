@@ -26,6 +26,7 @@ WRITERS: dict[Target, tuple[ModuleType, Writer, str]] = {
 """The module, its writer and the file's suffix. vLLM takes no static map."""
 
 MOST_YAML = 64 << 20
+MOST_ENTRIES = 1 << 22
 SHAPE_ERRORS = (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError)
 
 
@@ -60,8 +61,12 @@ def _content(path: Path) -> Any:
         return Archive(path)
     if head.startswith((ZIP_MAGIC, b"\x80")):
         content = load_torch(path)
-        plain = isinstance(content, Mapping)
-        return {key: np.asarray(value) for key, value in content.items()} if plain else content
+        try:
+            return (
+                {key: np.asarray(value) for key, value in content.items()} if isinstance(content, Mapping) else content
+            )
+        except SHAPE_ERRORS as error:  # of a type that NumPy does not have, or rows of several lengths
+            raise InputError(f"{path} holds no arrays of whole numbers ({error}).") from error
     return read_json(path)
 
 
@@ -71,9 +76,23 @@ def _yaml(path: Path) -> Any:
     if path.stat().st_size > MOST_YAML:
         raise InputError(f"{path} is larger than a placement can be ({MOST_YAML >> 20} MiB).")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not _countable(content):
+            raise ValueError(f"its names stand for more than {MOST_ENTRIES} entries")
+        return content
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path} cannot be read as YAML ({error}).") from error
+
+
+def _countable(content: Any) -> bool:
+    """Whether a tree has at most MOST_ENTRIES entries: in YAML a few names may stand for very many of them."""
+    waiting, seen = [content], 0
+    while waiting and seen <= MOST_ENTRIES:
+        node = waiting.pop()
+        found = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+        waiting += found
+        seen += len(found)
+    return not waiting
 
 
 def _checked(found: EngineMap) -> EngineMap:

@@ -18,28 +18,31 @@ from torch import Tensor, nn
 
 from smoe_cli.runtime.counters import LayerCounters
 from smoe_cli.runtime.early import EarlyGate
-from smoe_cli.runtime.exchange import Exchange, Norm
+from smoe_cli.runtime.exchange import Exchange, Norm, Plan
 from smoe_cli.runtime.experts import LocalExperts
 from smoe_cli.runtime.layer import ExpertLayer, Mode, Router
 from smoe_cli.runtime.loading import Share, Weights, empty_model, load_experts, load_share
 from smoe_cli.runtime.shuffle import Shuffle
 from smoe_cli.runtime.slots import Slots, slot_bounds
 
-Finish = Callable[[Tensor, Tensor], Tensor]
-"""From this rank's share of the attention output and the residual stream, both [T, H], to the latter after the layer.
-"""
+Finish = Callable[[Tensor], Tensor]
+"""From this rank's share of a layer's attention output, [T, H], to the residual stream after the layer, [T, H]."""
+
+Begin = Callable[[Tensor], Finish]
+"""What is done before the attention, with the residual stream before the layer, [T, H]; gives what is done after it."""
 
 
 class ParallelLayer(nn.Module):
-    """A decoder layer: attention over this rank's heads, then `finish`."""
+    """A decoder layer: `begin`, attention over this rank's heads, and what `begin` gave to finish with."""
 
-    def __init__(self, layer: Any, finish: Finish) -> None:
+    def __init__(self, layer: Any, begin: Begin) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn, self.finish = layer.input_layernorm, layer.self_attn, finish
+        self.input_layernorm, self.self_attn, self.begin = layer.input_layernorm, layer.self_attn, begin
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        finish = self.begin(hidden_states.flatten(0, 1))
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        return self.finish(attended.flatten(0, 1), hidden_states.flatten(0, 1)).view_as(hidden_states)
+        return finish(attended.flatten(0, 1)).view_as(hidden_states)
 
 
 @dataclass
@@ -79,20 +82,34 @@ class ParallelModel:
             layer.run_own(weight.new_empty(0, weight.shape[1]), capacity)
         return None, cache
 
-    def finish_experts(self, number: int, attended: Tensor, residual: Tensor) -> Tensor:
-        """The MoE layer of a decoder layer."""
-        layer = self.layers[number]
+    def begin_experts(self, number: int, residual: Tensor) -> Finish:
+        """A decoder layer with experts."""
         if self.mode is Mode.DP_EP:
-            return layer.run_own(residual + attended, self.capacity)
+            return partial(self._finish_own, number, residual)
         mode = self.shuffle.mode_for(self.mode, len(residual))
+        layer = self.layers[number]
         with layer.counters.stage("plan", residual):
-            plan = self.shuffle.plan(number, mode, residual, layer)
+            planned = self.shuffle.begin_plan(number, mode, residual, layer)
+        return partial(self._finish_experts, number, mode, residual, planned)
+
+    def begin_dense(self, norm: nn.Module, mlp: nn.Module, residual: Tensor) -> Finish:
+        """A decoder layer with a dense part, whose width is shared like the heads."""
+        return partial(self._finish_dense, norm, mlp, residual)
+
+    def _finish_experts(
+        self, number: int, mode: Mode, residual: Tensor, planned: Callable[[], Plan], attended: Tensor
+    ) -> Tensor:
+        layer = self.layers[number]
+        with layer.counters.stage("plan", residual):
+            plan = planned()
         rows, labels = layer.run(mode, attended, residual, plan)
         self.shuffle.learn(labels)
         return rows
 
-    def finish_dense(self, norm: nn.Module, mlp: nn.Module, attended: Tensor, residual: Tensor) -> Tensor:
-        """A dense layer, whose width is shared like the heads."""
+    def _finish_own(self, number: int, residual: Tensor, attended: Tensor) -> Tensor:
+        return self.layers[number].run_own(residual + attended, self.capacity)
+
+    def _finish_dense(self, norm: nn.Module, mlp: nn.Module, residual: Tensor, attended: Tensor) -> Tensor:
         if self.mode is Mode.DP_EP:
             summed = residual + attended
             own: Tensor = mlp(norm(summed))
@@ -136,10 +153,10 @@ def load_model(
             stacks = load_experts(weights, model.config.model_type, number, in_slot[start:stop], dtype, device)
             experts = LocalExperts(*stacks, start, ACT2FN[model.config.hidden_act])
             loaded.layers[number] = _expert_layer(layer, exchange, slots, experts, LayerCounters(enabled=counted))
-            finish: Finish = partial(loaded.finish_experts, number)
+            begin: Begin = partial(loaded.begin_experts, number)
         else:
-            finish = partial(loaded.finish_dense, layer.post_attention_layernorm, layer.mlp)
-        decoder[number] = ParallelLayer(layer, finish)
+            begin = partial(loaded.begin_dense, layer.post_attention_layernorm, layer.mlp)
+        decoder[number] = ParallelLayer(layer, begin)
     loaded.bytes_read = weights.bytes_read
     return loaded
 

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
+from smoe_cli.runtime.aside import aside
 from smoe_cli.runtime.collectives import CollectiveExchange, library_all_gather, library_reduce_scatter
-from smoe_cli.runtime.exchange import Exchange, Norm
+from smoe_cli.runtime.exchange import Exchange, Norm, Plan
 from smoe_cli.runtime.experts import LocalExperts
 from smoe_cli.runtime.layer import ExpertLayer, Mode
 from smoe_cli.runtime.plan import make_plan
-from smoe_cli.runtime.replay import SHUFFLING, Batch, Case, default_cases, make_batch
+from smoe_cli.runtime.replay import ATTENTION_DP, SHUFFLING, Batch, Case, default_cases, make_batch
 from smoe_cli.runtime.serving import join_ranks, open_exchange
 from smoe_cli.runtime.slots import Slots, slot_bounds
 from smoe_cli.runtime.timing import Clock, Work
@@ -35,6 +37,9 @@ TOKENS = (64, 256, 1024, 4096, 16384)
 ELEMENT_BYTES = 2
 LAYER_CALLS = 2
 """Whole layers between two readings; they are long enough."""
+
+HEAD = 128
+"""Elements of a head of the attention that stands before a layer to see what a plan costs beside it."""
 
 Stages = dict[str, Callable[[], object]]
 
@@ -74,9 +79,14 @@ def average(values: Tensor) -> Tensor:
     return values
 
 
+ATTENDED = "attended/"
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """A case at one size, ready to be timed. works: by stage, `total` of all one after another, `plan` and `layer`."""
+    """A case at one size, ready to be timed. works: by stage, `total` of all one after another, `plan` and `layer`, and
+    `attended/` layers with their attention (`attended_layers`).
+    """
 
     facts: dict[str, Any]
     works: dict[str, Work]
@@ -85,8 +95,9 @@ class Prepared:
         """facts and figures; seconds: of each work."""
         beside = {name: seconds[name] for name in ("total", "plan", "layer") if name in seconds}
         share = {"communication_share": seconds["total"] / seconds["layer"]} if "layer" in seconds else {}
-        stages = {name: value for name, value in seconds.items() if name not in beside}
-        return self.facts | beside | share | {"seconds": stages}
+        attended = {name.removeprefix(ATTENDED): seconds[name] for name in seconds if name.startswith(ATTENDED)}
+        stages = {name: seconds[name] for name in seconds if name not in beside and not name.startswith(ATTENDED)}
+        return self.facts | beside | share | ({"attended": attended} if attended else {}) | {"seconds": stages}
 
 
 def prepare_case(
@@ -111,6 +122,9 @@ def prepare_case(
         works["plan"] = clock.prepare(planning(batch.scores, exchange.num_ranks), calls, capture)
     if experts is not None and not case.library:
         works["layer"] = clock.prepare(whole_layer(case, batch, exchange, experts), LAYER_CALLS, capture)
+        if case.mode == SHUFFLING:
+            attended = attended_layers(batch, exchange, experts)
+            works |= {ATTENDED + name: clock.prepare(once, LAYER_CALLS, capture) for name, once in attended.items()}
     facts = {
         "case": case.name,
         **asdict(case),
@@ -130,7 +144,7 @@ def measure_cases(prepared: Sequence[Prepared], clock: Clock) -> list[dict[str, 
     return [one.document({name: seconds[i, name] for name in one.works}) for i, one in enumerate(prepared)]
 
 
-def planning(scores: Tensor, num_ranks: int) -> Callable[[], object]:
+def planning(scores: Tensor, num_ranks: int) -> Callable[[], Plan]:
     """Making the plan, on a GPU by its kernel. scores: [T, G] uint8."""
     if not scores.is_cuda:
         return lambda: make_plan(scores, num_ranks)
@@ -141,16 +155,61 @@ def planning(scores: Tensor, num_ranks: int) -> Callable[[], object]:
 
 
 def whole_layer(case: Case, batch: Batch, exchange: Exchange, experts: LocalExperts) -> Callable[[], object]:
-    """A layer from the attention's shares to the residual stream, its experts' products and all. The router's choice is
-    the replayed one, so that every case computes the same."""
-    routed, plan, hidden = batch.routed, batch.plan, batch.partial.shape[1]
+    """A layer from the attention's shares to the residual stream, its experts' products and all."""
+    layer = replayed_layer(case.mode, batch, exchange, experts)
+    if case.mode == ATTENTION_DP:
+        return lambda: layer.run_own(batch.routed.rows, len(batch.routed.rows))
+    return lambda: layer.run(Mode(case.mode), batch.partial, batch.partial, batch.plan)
+
+
+def replayed_layer(mode: str, batch: Batch, exchange: Exchange, experts: LocalExperts) -> ExpertLayer:
+    """A layer whose router's choice is the replayed one, so that every case computes the same."""
     slots = Slots.identity(batch.num_slots, exchange.num_ranks, batch.partial.device)
-    norm = Norm(torch.ones(hidden, dtype=batch.partial.dtype, device=batch.partial.device), 1e-6)
-    chosen = (routed.experts, routed.weights) if case.mode != "replicated" else batch.everywhere
-    layer = ExpertLayer(exchange, norm, lambda _rows: chosen, slots, experts)
-    if case.mode == "dp-ep":
-        return lambda: layer.run_own(routed.rows, len(routed.rows))
-    return lambda: layer.run(Mode(case.mode), batch.partial, batch.partial, plan)
+    norm = Norm(torch.ones_like(batch.partial[0]), 1e-6)
+    chosen = (batch.routed.experts, batch.routed.weights) if mode != "replicated" else batch.everywhere
+    return ExpertLayer(exchange, norm, lambda _rows: chosen, slots, experts)
+
+
+def attended_layers(batch: Batch, exchange: Exchange, experts: LocalExperts) -> dict[str, Callable[[], Tensor]]:
+    """A shuffled layer with its attention, by how it comes by its plan: `free` has it; `beside` makes it on
+    another stream during the attention, as the run time does; `first` makes it before.
+    """
+    assert batch.scores is not None
+    layer, attend = replayed_layer(SHUFFLING, batch, exchange, experts), attention(batch, exchange.num_ranks)
+    plan, other = planning(batch.scores, exchange.num_ranks), aside(batch.partial.device)
+
+    def run(partial: Tensor, made: Plan) -> Tensor:
+        return layer.run(Mode.SPECULATIVE, partial, batch.partial, made)[0]
+
+    def beside() -> Tensor:
+        planned = other.begin(plan)
+        partial = attend()
+        return run(partial, planned())
+
+    def first() -> Tensor:
+        made = plan()
+        return run(attend(), made)
+
+    return {"free": lambda: run(attend(), batch.plan), "beside": beside, "first": first}
+
+
+def attention(batch: Batch, num_ranks: int) -> Callable[[], Tensor]:
+    """Attention of one sequence by this rank's heads, of random weights: its share [T, H] of the output."""
+    rows = batch.partial
+    heads = max(1, rows.shape[1] // HEAD // num_ranks)
+    generator = torch.Generator(rows.device).manual_seed(0)
+
+    def weights(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=rows.device, dtype=rows.dtype) * 0.02
+
+    inwards, outwards = weights(3 * heads * HEAD, rows.shape[1]), weights(rows.shape[1], heads * HEAD)
+
+    def attend() -> Tensor:
+        query, key, value = functional.linear(rows, inwards).view(len(rows), 3, heads, HEAD).permute(1, 2, 0, 3)
+        mixed = functional.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)[0]
+        return functional.linear(mixed.transpose(0, 1).flatten(1), outwards)
+
+    return attend
 
 
 def random_experts(workload: Workload, rank: int, device: torch.device) -> LocalExperts:
@@ -281,6 +340,7 @@ def _line(one: dict[str, Any]) -> str:
     parts = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in one["seconds"].items())
     plan = f" (plan {one['plan'] * 1e6:.1f})" if "plan" in one else ""
     plan += f" layer {one['layer'] * 1e6:.1f}" if "layer" in one else ""
+    plan += "".join(f" {name} {seconds * 1e6:.1f}" for name, seconds in one.get("attended", {}).items())
     return (
         f"T {one['tokens']:6d} {one['case']:34s} {one['exchange']:11s} rows {one['total_rows']:7d} "
         f"total {one['total'] * 1e6:8.1f} us: {parts}{plan}"

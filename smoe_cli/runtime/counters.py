@@ -105,7 +105,7 @@ def gather_counters(layers: Mapping[int, LayerCounters], group: dist.ProcessGrou
 
 
 def summarise(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One layer's figures in the words of design 1, from each rank's `plain`.
+    """One layer's figures in the words of docs/terms.md, from each rank's `plain`.
 
     rows, bytes: what left the ranks, all together; busiest_rows: through the busiest direction of the busiest rank;
     seconds: of the slowest rank. Shares are None where nothing was routed.

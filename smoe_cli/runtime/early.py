@@ -20,18 +20,20 @@ RECENT = 5
 
 
 @cache
-def projection(width: int, into: int, seed: int) -> Tensor | None:
-    """[width, into], or None where a vector is short enough as it is."""
+def projection(width: int, into: int, seed: int, device: torch.device) -> Tensor | None:
+    """[width, into], or None where a vector is short enough as it is. Kept on the device: to bring it there in every
+    layer would take longer than to use it, and no CUDA graph could.
+    """
     if width <= into:
         return None
     drawn = np.random.default_rng(seed).standard_normal((width, into), np.float32)
-    return torch.from_numpy(drawn / np.float32(np.sqrt(into)))
+    return torch.from_numpy(drawn / np.float32(np.sqrt(into))).to(device)
 
 
 def project(rows: Tensor, into: int, seed: int) -> Tensor:
     """rows: [n, width] to at most `into` columns."""
-    drawn = projection(rows.shape[1], into, seed)
-    return rows if drawn is None else rows @ drawn.to(rows.device)
+    drawn = projection(rows.shape[1], into, seed, rows.device)
+    return rows if drawn is None else rows @ drawn
 
 
 @dataclass

@@ -7,6 +7,7 @@ has the global place r * C + i. A home row is a token's row on the rank that a p
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -68,6 +69,7 @@ class Exchange(Protocol):
 
     rank: int
     num_ranks: int
+    group: dist.ProcessGroup | None
 
     def reduce_scatter(
         self, partial: Tensor, plan: Plan, residual: Tensor | None = None, norm: Norm | None = None

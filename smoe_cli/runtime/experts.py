@@ -72,7 +72,7 @@ class LocalExperts:
 
         Returns [m, H]; what lies behind the last end is not defined.
         """
-        if not len(picked):
+        if not len(picked) or not len(self.gate_up):
             return rows.new_empty(0, rows.shape[1])
         if rows.is_cuda and rows.dtype is torch.bfloat16:
             gathered = rows.index_select(0, picked)
@@ -96,7 +96,19 @@ class LocalExperts:
 
 
 def _weighted_sum(products: Tensor, position: Tensor, here: Tensor, weights: Tensor) -> Tensor:
-    """products: [m, H]; position: [P, K] where each entry's product lies; here: [P, K] whether it has one."""
+    """As `plain_sum`; on a GPU by its kernel."""
+    if products.is_cuda:
+        from smoe_cli.runtime.weighing import weighted_sum
+
+        return weighted_sum(products, position, here, weights)
+    return plain_sum(products, position, here, weights)
+
+
+def plain_sum(products: Tensor, position: Tensor, here: Tensor, weights: Tensor) -> Tensor:
+    """Each row's products weighed and added in the order of its entries, in fp32, rounded once; [P, H], zero for none.
+
+    products: [m, H]; position: [P, K] where each entry's product lies; here: [P, K] whether it has one.
+    """
     total = torch.zeros(len(position), products.shape[1], dtype=torch.float32, device=products.device)
     if len(products):
         for k in range(position.shape[1]):

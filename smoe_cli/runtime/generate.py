@@ -126,7 +126,7 @@ def run(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             f"--mode {mode} needs a placement: {given.model} is not regrouped and no --map was given. Other modes run "
             "plain models."
         )
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
     prompts = [torch.tensor(tokenizer(text)["input_ids"], device=device) for text in given.prompt]
     if given.max_new_tokens < 1 or not all(map(len, prompts)):
         raise InputError("a prompt needs a token at least, and --max-new-tokens is at least 1.")
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(document) if given.json else "\n".join(texts))
         dist.barrier()  # a process that leaves while another still sends takes it down
     except SmoeError as error:
-        return report(error, debug=False)
+        return report(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

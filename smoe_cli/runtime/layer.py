@@ -1,4 +1,4 @@
-"""One mixture-of-experts layer over G ranks, in the five ways of running it (design 1); they differ in nothing else.
+"""One mixture-of-experts layer over G ranks, run in the five ways of docs/terms.md, which differ in nothing else.
 
 Axes: T tokens, G ranks, H hidden size, C = ceil(T / G) home rows of a rank, E experts, K experts a token.
 

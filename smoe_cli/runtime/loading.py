@@ -122,7 +122,7 @@ def empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The model of a folder without its weights. Raises ImpossibleError for a model that the run time does not run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type not in FAMILIES:
         raise ImpossibleError(
             f"the run time does not run {config.model_type} ({folder}); it runs {', '.join(FAMILIES)}."
@@ -176,6 +176,8 @@ def load_experts(
     weights: Weights, model_type: str, layer: int, experts: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """These experts of a layer: gate and up [S, 2 I, H], down [S, H, I]."""
+    if not experts:  # fewer than ranks
+        return torch.empty(0, 0, 0, dtype=dtype, device=device), torch.empty(0, 0, 0, dtype=dtype, device=device)
     family = FAMILIES[model_type]
 
     def read(expert: int, projection: str) -> Tensor:

@@ -27,16 +27,22 @@ LOWEST = -(1 << 24)
 Integers = TypeVar("Integers", int, Tensor)
 
 
-def make_plan(scores: Tensor, num_ranks: int) -> Plan:
-    """The plan by which every token lies on the rank that `assign_rule` gives it. scores: [T, G] uint8.
+def make_plan(table: Tensor, num_ranks: int, index: Tensor | None = None) -> Plan:
+    """The plan by which every token lies on the rank that `assign_rule` gives it. Scores are the rows [T, G] uint8 of
+    the table, or, with an index [T] of integers, those rows of it, beyond it its last.
 
     Inside a rank tokens keep their order; of a batch in several chunks, the chunks' tokens take turns.
     """
-    if scores.is_cuda:
+    if table.is_cuda:
         from smoe_cli.runtime.plan_kernel import plan_rows
 
-        return plan_rows(scores)
-    return plain_plan(scores, num_ranks)
+        return plan_rows(table, index)
+    return plain_plan(take_scores(table, index), num_ranks)
+
+
+def take_scores(table: Tensor, index: Tensor | None) -> Tensor:
+    """Every token's scores, [T, G]; arguments as of `make_plan`."""
+    return table if index is None else table[index.long().clamp(max=len(table) - 1)]
 
 
 def plain_plan(scores: Tensor, num_ranks: int) -> Plan:

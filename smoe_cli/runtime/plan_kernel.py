@@ -30,9 +30,7 @@ def plan_rows(table: Tensor, index: Tensor | None = None) -> Plan:
     once, in order. An index beyond the table takes its last row. Beyond eight ranks the plain form is asked.
     """
     if table.shape[1] > 8:
-        return rule.plain_plan(
-            table if index is None else table[index.long().clamp(max=len(table) - 1)], table.shape[1]
-        )
+        return rule.plain_plan(rule.take_scores(table, index), table.shape[1])
     tokens, ranks = len(table if index is None else index), table.shape[1]
     quota = rule.rows_per_rank(tokens, ranks)
     token_of_place = torch.empty(ranks * quota, dtype=torch.int32, device=table.device)
@@ -42,7 +40,8 @@ def plan_rows(table: Tensor, index: Tensor | None = None) -> Plan:
         block = max(32, triton.next_power_of_2(min(tokens, rule.chunk_rows(ranks) * ranks)))
         threads = 32 * num_warps(block)
         _plan_kernel[(chunks,)](
-            table.contiguous(), index, place_of_token, token_of_place, tokens, quota, chunks, len(table),
+            table.contiguous(), None if index is None else index.contiguous(), place_of_token, token_of_place,
+            tokens, quota, chunks, len(table),
             RANKS=ranks, PADDED=triton.next_power_of_2(ranks), EACH=block // threads, THREADS=threads,
             GATHER=index is not None, SPLIT=chunks > 1, num_warps=threads // 32,
         )  # fmt: skip

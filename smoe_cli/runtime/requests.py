@@ -1,4 +1,4 @@
-"""Attention-DP's request router: each request goes to the rank with most of its experts, and stays there (paper.md 4).
+"""Attention-DP's request router: each request goes to the rank with most of its experts, and stays there.
 
 Axes: L MoE layers, V vocabulary, G ranks. G consecutive requests make a round, in which every rank takes one; the same
 rule as `smoe_solvers.requests.route`.

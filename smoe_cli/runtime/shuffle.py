@@ -3,7 +3,7 @@
 Axes: T tokens in B sequences, G ranks, C = ceil(T / G), H hidden size, E experts, P slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from smoe_cli.runtime.aside import aside
 from smoe_cli.runtime.collectives import gather_equal, rms_norm
 from smoe_cli.runtime.early import EarlyGate, RecentTokens
 from smoe_cli.runtime.exchange import Exchange, Plan
 from smoe_cli.runtime.layer import ExpertLayer, Mode
-from smoe_cli.runtime.plan import identity_plan, make_plan, plan_hash, rows_per_rank
+from smoe_cli.runtime.plan import identity_plan, make_plan, plan_hash, rows_per_rank, take_scores
 from smoe_cli.runtime.slots import Slots
-from smoe_cli.runtime.tables import FUSED, RuntimeTables, scores
+from smoe_cli.runtime.tables import FUSED, LOOKED_UP, RuntimeTables, lookup, scores
 from smoe_profiles.errors import InputError, MachineError
 
 GATES = ("early-gate", "linear")
@@ -68,16 +69,24 @@ class Shuffle:
         """The way in which a forward of T tokens is run when `mode` is asked for."""
         return self.instead if mode is Mode.SPECULATIVE and tokens < self.below else mode
 
-    def plan(self, number: int, mode: Mode, residual: Tensor, layer: ExpertLayer) -> Plan:
-        """Where the tokens of this forward go in a layer. number: as the decoder has it; residual: [T, H]."""
-        ranks = self.exchange.num_ranks
+    def begin_plan(self, number: int, mode: Mode, residual: Tensor, layer: ExpertLayer) -> Callable[[], Plan]:
+        """Where the tokens of this forward go in a layer: begun before its attention, beside which it is made, because
+        all that it needs is known by then. number: as the decoder has it; residual: [T, H] before the layer.
+
+        Returns what waits for the plan.
+        """
         if mode is not Mode.SPECULATIVE:
-            return _unshuffled(len(residual), ranks, residual.device)
-        wished = self._wished(number, residual, layer)
-        plan = make_plan(wished, ranks)
-        layer.counters.add_plan(plan, wished, self.exchange.rank)
+            plan = _unshuffled(len(residual), self.exchange.num_ranks, residual.device)
+            return lambda: plan
+        return aside(residual.device).begin(lambda: self._plan(number, residual, layer))
+
+    def _plan(self, number: int, residual: Tensor, layer: ExpertLayer) -> Plan:
+        table, index = self._wished(number, residual, layer)
+        plan = make_plan(table, self.exchange.num_ranks, index)
+        if layer.counters.enabled:
+            layer.counters.add_plan(plan, take_scores(table, index), self.exchange.rank)
         if self.debug:
-            _compare(plan, number)
+            _compare(plan, number, self.exchange.group)
         return plan
 
     def slots(self, number: int, num_experts: int, device: torch.device) -> tuple[Slots, list[int]]:
@@ -116,19 +125,26 @@ class Shuffle:
         """Whether some layer's predictor looks at the layer's input."""
         return self.tables is not None and any(map(self._in_floats, range(len(self.tables.layer_ids))))
 
+    def _predictor(self, index: int) -> str:
+        assert self.tables is not None
+        return self.tables.predictor[index] if self.predictor == "selected" else self.predictor
+
     def _in_floats(self, index: int) -> bool:
         assert self.tables is not None
-        predictor = self.tables.predictor[index] if self.predictor == "selected" else self.predictor
+        predictor = self._predictor(index)
         mixed = zip(FUSED, self.tables.fusion[index], strict=True)
         return predictor in GATES or (predictor == "fused" and any(weight for part, weight in mixed if part in GATES))
 
-    def _wished(self, number: int, residual: Tensor, layer: ExpertLayer) -> Tensor:
-        """Scores of all tokens, [T, G] uint8, the same on every rank."""
+    def _wished(self, number: int, residual: Tensor, layer: ExpertLayer) -> tuple[Tensor, Tensor | None]:
+        """Scores of all tokens, [T, G] uint8, the same on every rank; or a table and each token's row in it."""
         assert self.tables is not None
         index, tokens = self.tables.layer_index(number), len(residual)
+        predictor = self._predictor(index)
         one, two = [*self.labels, None, None][:2]
+        if predictor in LOOKED_UP:
+            return lookup(self.tables, index, predictor, self.token_ids, one, two)
         if not self._in_floats(index):
-            return scores(self.tables, index, self.token_ids, labels_one=one, labels_two=two, predictor=self.predictor)
+            return scores(self.tables, index, self.token_ids, one, two, predictor=predictor), None
         assert self.gate is not None
         assert self.recent is not None
         capacity = rows_per_rank(tokens, self.exchange.num_ranks)
@@ -143,11 +159,11 @@ class Shuffle:
             labels_two=None if two is None else two[own],
             early_logits=logits,
             features=features,
-            predictor=self.predictor,
+            predictor=predictor,
         )
         padded = functional.pad(found, (0, 0, 0, capacity - len(found)))
         with layer.counters.stage("scores", residual):
-            return gather_equal(padded)[:tokens]
+            return gather_equal(padded, self.exchange.group)[:tokens], None
 
     def _logical(self, index: int) -> Tensor | None:
         """Where each expert's logit stands, [E]; None where the model numbers experts as the trace did."""
@@ -155,15 +171,19 @@ class Shuffle:
         return None if self.tables.layout == "map" else self.tables.physical_to_logical[index].argsort()
 
 
-@lru_cache(maxsize=4)
 def _unshuffled(tokens: int, num_ranks: int, device: torch.device) -> Plan:
-    """The same in every layer, so made once."""
-    return identity_plan(tokens, num_ranks, device)
+    """The same in every layer, so made once; anew in a capture, whose memory is written only when its graph runs."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return identity_plan(tokens, num_ranks, device)
+    return _kept_identity(tokens, num_ranks, device)
 
 
-def _compare(plan: Plan, number: int) -> None:
+_kept_identity = lru_cache(maxsize=4)(identity_plan)
+
+
+def _compare(plan: Plan, number: int, group: dist.ProcessGroup | None) -> None:
     """Raises MachineError if any rank has another plan."""
     found: list[int] = [0] * plan.num_ranks
-    dist.all_gather_object(found, int(plan_hash(plan)))
+    dist.all_gather_object(found, int(plan_hash(plan)), group)
     if len(set(found)) > 1:
         raise MachineError(f"the ranks made different plans for layer {number} (hashes {found}).")

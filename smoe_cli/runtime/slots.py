@@ -1,4 +1,4 @@
-"""Which slot serves each expert of a row, and so which ranks the row needs (design 1: served copy, n_g, label).
+"""Which slot serves each expert of a row, and so which ranks the row needs (docs/terms.md: served copy, n_g, label).
 
 Axes: n rows, E experts as the router numbers them, P slots, G ranks, K experts a token.
 """
@@ -9,6 +9,11 @@ from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
+
+from smoe_profiles.errors import ImpossibleError
+
+MAX_RANKS = 32
+"""Which ranks a row needs is told in the bits of an int32."""
 
 MAX_RANKS_OF_COPIES = 10
 """Least covers are found among all 2^G sets of ranks."""
@@ -49,12 +54,22 @@ class Slots:
 
     @classmethod
     def of_map(cls, physical_to_logical: Tensor, num_ranks: int) -> "Slots":
-        """The router yields logical numbers (layout `map`). physical_to_logical: [P]."""
-        experts = physical_to_logical.long()
+        """The router yields logical numbers (layout `map`). physical_to_logical: [P].
+
+        Raises ImpossibleError if rows cannot be served on so many ranks.
+        """
+        if num_ranks > MAX_RANKS:
+            raise ImpossibleError(f"an expert-parallel layer runs on up to {MAX_RANKS} ranks here, not on {num_ranks}.")
+        experts = physical_to_logical.long().cpu()
         bounds = slot_bounds(len(experts), num_ranks)
         found = torch.full((int(experts.max()) + 1, num_ranks), -1, dtype=torch.int32)
         for rank, (start, stop) in enumerate(pairwise(bounds)):
             found[experts[start:stop], rank] = torch.arange(start, stop, dtype=torch.int32)
+        if len(experts) > len(found) and num_ranks > MAX_RANKS_OF_COPIES:
+            raise ImpossibleError(
+                f"experts have copies and there are {num_ranks} ranks; the run time serves copies on up to "
+                f"{MAX_RANKS_OF_COPIES}. Place without --redundant."
+            )
         return cls(found.to(physical_to_logical.device))
 
     @classmethod
@@ -95,11 +110,6 @@ class Slots:
     @cached_property
     def _covers(self) -> Tensor:
         """All sets of ranks as bit masks, small ones first, equal ones by their lowest ranks: [2^G] int64."""
-        if self.num_ranks > MAX_RANKS_OF_COPIES:
-            raise ValueError(
-                f"experts have copies and there are {self.num_ranks} ranks; the run time serves copies on up to "
-                f"{MAX_RANKS_OF_COPIES}. Place without --redundant."
-            )
         sizes = range(self.num_ranks + 1)
         sets = [sum(1 << rank for rank in one) for size in sizes for one in combinations(range(self.num_ranks), size)]
         return torch.tensor(sets, device=self.slot_on_rank.device)

@@ -65,7 +65,13 @@ class SymmetricExchange:
     def reduce_scatter(
         self, partial: Tensor, plan: Plan, residual: Tensor | None = None, norm: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
+        tokens, homes = len(plan.place_of_token), (plan.rows_per_rank, self.sizes.hidden)
         self._check(partial, plan.rows_per_rank)
+        _check_shape("shares of sums", partial, (tokens, self.sizes.hidden))
+        if residual is not None:
+            _check_shape("rows before", residual, homes)
+        if norm is not None and norm.weight.dtype != partial.dtype:
+            raise MachineError(f"Weights of a norm are {norm.weight.dtype}, rows {partial.dtype}; give both one type.")
         return self._sum(partial, plan.token_of_place, plan.rows_per_rank, plan.rows_per_rank, residual, norm)
 
     def scatter(self, rows: Tensor, plan: Plan) -> Tensor:
@@ -76,6 +82,9 @@ class SymmetricExchange:
         from smoe_cli.runtime.sag import all_gather
 
         self._check(rows, plan.rows_per_rank)
+        _check_shape("home rows", rows, (plan.rows_per_rank, self.sizes.hidden))
+        if labels is not None:
+            _check_shape("labels", labels, (plan.rows_per_rank,))
         slot = self._gather_slot()
         tokens = len(plan.place_of_token)
         if tokens:
@@ -95,6 +104,9 @@ class SymmetricExchange:
 
         own, top_k = routed.experts.shape
         self._check(routed.rows, own)
+        _check_shape("home rows", routed.rows, (own, self.sizes.hidden))
+        _check_shape("experts' weights", routed.weights, (own, top_k))
+        _check_shape("rows' needs", routed.needs, (own,))
         if top_k > self.sizes.top_k:
             raise MachineError(f"{top_k} experts a row were routed; the exchange was opened for {self.sizes.top_k}.")
         slot, places = self._push_slot(), self.num_ranks * own
@@ -132,6 +144,7 @@ class SymmetricExchange:
         from smoe_cli.runtime.plan import identity_plan
 
         tokens = len(partial)
+        self._check(partial, -(-tokens // self.num_ranks))
         few = self.num_ranks == 2 or partial.nbytes <= FEW_BYTES
         if few and self.num_ranks * tokens <= self._places():
             return self._sum(partial, self._everyone, 0, tokens, None, None)[0]
@@ -239,6 +252,12 @@ class SymmetricExchange:
         different = next((other for other in told if other != facts), None)
         trouble = None if different is None else f"opened with {facts[:4]}, another rank with {different[:4]}"
         raise_together(trouble, self.group)
+
+
+def _check_shape(what: str, found: Tensor, wanted: tuple[int, ...]) -> None:
+    """Kernels take sizes on trust: of fewer rows than they are told of they would read, and send, what lies behind."""
+    if found.shape != wanted:
+        raise MachineError(f"The {what} are {list(found.shape)} where {list(wanted)} must come.")
 
 
 def open_exchange(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None = None) -> Exchange:

@@ -1,4 +1,4 @@
-"""What a run time looks up: runtime.safetensors on a device, and from it the scores of a batch (design 3, 4.1).
+"""What a run time looks up: runtime.safetensors on a device, and from it the scores of a batch.
 
 Axes: L MoE layers, E experts, P slots, G ranks, V vocabulary, T tokens, K experts a token, D features. A score is the
 expected number of a token's K experts that a rank holds, as u8: 255 is K. Scores equal those of
@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smoe_cli.runtime.plan import take_scores
+from smoe_cli.runtime_file import check_runtime
 from smoe_profiles.errors import InputError
 
-RUNTIME_VERSION = "1"
 SCORE_MAX = 255
 FUSED = ("token", "markov", "early-gate", "linear")
 """What the calibrated mix is made of, in the order of its weights."""
+LOOKED_UP = ("token", "markov")
+"""Predictors whose scores are rows of a table as they are."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,26 @@ class RuntimeTables:
         return self.layer_ids.index(layer_id)
 
 
+def lookup(
+    tables: RuntimeTables,
+    layer: int,
+    predictor: str,
+    token_ids: Tensor,
+    labels_one: Tensor | None = None,
+    labels_two: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Where a predictor of LOOKED_UP finds its scores: a table [n, G] u8 and each token's row in it, [T] integers, its
+    last row for all that lies beyond. Arguments as of `scores`.
+    """
+    if predictor == "token":
+        return tables.token[layer], token_ids
+    if labels_one is None:
+        return tables.popularity[layer, None], token_ids
+    if labels_two is None:
+        return tables.markov_one[layer], labels_one
+    return tables.markov_two[layer], labels_two.int() * tables.num_ranks + labels_one
+
+
 def scores(
     tables: RuntimeTables,
     layer: int,
@@ -118,13 +141,12 @@ def scores(
     """
     if predictor == "selected":
         predictor = tables.predictor[layer]
-    if predictor == "token":
-        return tables.token[layer, token_ids.long().clamp(max=tables.token.shape[1] - 1)]
-    if predictor == "markov":
-        return _markov_scores(tables, layer, len(token_ids), labels_one, labels_two)
+    if predictor in LOOKED_UP:
+        return take_scores(*lookup(tables, layer, predictor, token_ids, labels_one, labels_two))
     if predictor == "paper":
-        token = tables.token[layer, token_ids.long().clamp(max=tables.token.shape[1] - 1)]
-        return _paper_scores(token, _markov_scores(tables, layer, len(token_ids), labels_one, labels_two))
+        known = (token_ids, labels_one, labels_two)
+        token, markov = (take_scores(*lookup(tables, layer, part, *known)) for part in LOOKED_UP)
+        return _paper_scores(token, markov)
     if predictor == "early-gate":
         slope, intercept = _gates(tables, predictor).affine[layer]
         logits = _logical(tables, layer, _there(early_logits, predictor)).float() * slope + intercept
@@ -145,12 +167,11 @@ def scores(
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
+    metadata = check_runtime(path)
+    if metadata["predictors"] == "[]":
+        raise InputError(f"{path} is a map alone, of a placement that no tables stand behind; it has no predictors.")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            version = metadata.get("format_version")
-            if version != RUNTIME_VERSION:
-                raise InputError(f"{path} has format_version {version}; this smoe reads {RUNTIME_VERSION}.")
             names = list(file.keys())  # what was opened is no mapping
             return {name: file.get_tensor(name) for name in names}, metadata
     except (OSError, SafetensorError) as error:
@@ -165,16 +186,6 @@ def _hosts(physical_to_logical: Tensor, num_ranks: int) -> Tensor:
     held = torch.zeros(layers, int(physical_to_logical.max()) + 1, num_ranks, dtype=torch.float64)
     held[torch.arange(layers)[:, None], physical_to_logical, rank] = 1
     return held
-
-
-def _markov_scores(
-    tables: RuntimeTables, layer: int, tokens: int, labels_one: Tensor | None, labels_two: Tensor | None
-) -> Tensor:
-    if labels_one is None:
-        return tables.popularity[layer].expand(tokens, -1)
-    if labels_two is None:
-        return tables.markov_one[layer, labels_one.long()]
-    return tables.markov_two[layer, labels_two.long() * tables.num_ranks + labels_one.long()]
 
 
 def _paper_scores(token: Tensor, markov: Tensor) -> Tensor:

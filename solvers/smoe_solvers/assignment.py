@@ -1,4 +1,4 @@
-"""Assignment of tokens to ranks under a quota: the exact one and the rule that is served (design 4.1).
+"""Assignment of tokens to ranks under a quota: the exact one and the rule that is served (docs/terms.md).
 
 Axes: T tokens, G ranks, M entries of a block (a kind of row and how often it occurs), U kinds. Scores are integers, so
 that every rank computes the same plan. The rule is stated here and computed again on the device, to the same integers,
@@ -149,7 +149,7 @@ def transport(scores, kind, multiplicity, quota, cap, price, flow):  # type: ign
     scores: [U, G] int32; kind, multiplicity: [M] entries of the block; quota: rows a rank takes at no charge; cap: what
     each row above or below the quota costs (HARD: the quota is a limit). price: [G] int64, prices to start from (zero,
     or those of a similar block that fills every quota), replaced by the optimal duals; flow: [M, G] int32, out.
-    Returns the total score, less the charges. Cost: O(moved rows * (M * G + G^3)); solver_study.md section 2.
+    Returns the total score, less the charges. Cost: O(moved rows * (M * G + G^3)).
     """
     ranks = scores.shape[1]
     load = _initial_flow(scores, kind, multiplicity, price, flow)
@@ -183,6 +183,10 @@ def assign_exact(scores: npt.NDArray[np.integer], quota: int) -> Int32Array:
     """The assignment of highest total score under the quota (min-cost flow).
 
     scores: [T, G] integers. Returns token_to_rank: [T] int32. Raises ValueError if quota * G < T.
+
+    >>> import numpy as np
+    >>> assign_exact(np.array([[200, 180], [200, 20], [0, 100], [150, 140]]), quota=2)  # at most two tokens a rank
+    array([0, 0, 1, 1], dtype=int32)
     """
     tokens, ranks = scores.shape
     _check_quota(tokens, ranks, quota)
@@ -207,6 +211,10 @@ def assign_rule(scores: UInt8Array, quota: int) -> Int32Array:
     scores: [T, G] uint8. Returns token_to_rank: [T] int32. Raises ValueError if quota * G < T. Batches beyond
     `chunk_rows` are cut into chunks that are assigned alone, each under its part of the quota. Cost: at most 32 price
     rounds and G rounds of moves, O(T * G) each, no sort.
+
+    >>> import numpy as np
+    >>> assign_rule(np.array([[200, 180], [200, 20], [0, 100], [150, 140]], np.uint8), quota=2)
+    array([0, 0, 1, 1], dtype=int32)
     """
     tokens, ranks = scores.shape
     _check_quota(tokens, ranks, quota)

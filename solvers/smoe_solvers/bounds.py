@@ -2,7 +2,7 @@
 
 Two experts are on one rank or not: X[e, f] in {0, 1}, with ones on the diagonal, E / G ones in every row, and
 G X - J positive semidefinite (J all ones). Dropping only "in {0, 1}" leaves a semidefinite programme that bounds any
-weighted sum of X over all placements (solver_study.md section 4); the co-activation kept inside ranks is such a sum.
+weighted sum of X over all placements; the co-activation kept inside ranks is such a sum.
 Local demand and fan-out of a row are concave and convex in what the row's experts have in common, so a tangent turns
 them into one too. ADMM solves the programme roughly; its multipliers are then feasible for the dual once their largest
 eigenvalue is paid for, so every bound here is valid however early ADMM stops. The quota and the load are left out of

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Goal(StrEnum):
-    """What a placement is optimised for (design 4.2)."""
+    """What a placement is optimised for (docs/terms.md)."""
 
     LAR = "lar"
     FANOUT = "fanout"
@@ -14,7 +14,7 @@ class Goal(StrEnum):
 
 
 class Mode(StrEnum):
-    """How a layer is run (design 1): what moves every row, and where a row lies when it is dispatched."""
+    """How a layer is run (docs/terms.md): what moves every row, and where a row lies when it is dispatched."""
 
     AR_EP = "ar-ep"
     SP_EP = "sp-ep"
@@ -74,7 +74,7 @@ class Predictor(StrEnum):
 
 
 class Groups(StrEnum):
-    """What happens to a group-limited router's groups: anything, or they stay whole (design 4.3)."""
+    """What happens to a group-limited router's groups: anything, or they stay whole."""
 
     FREE = "free"
     WHOLE = "whole"

@@ -1,7 +1,7 @@
 """Exact descent with copies: put another expert into a slot, or swap two slots, while the objective falls.
 
 Copies and first places are optimised together. A step's gain is bounded by two tables, of what its parts could gain
-alone; then by the blocks' prices; what is accepted is exact (solver_study.md section 2).
+alone; then by the blocks' prices; what is accepted is exact.
 
 Axes: E experts, G ranks, P slots, U kinds of rows, M entries of all B blocks, S distinct expert sets. Slots lie on
 ranks in order, P / G a rank. `hosts`: [E, G] whether a rank holds a copy. Copies of an expert share its load equally.

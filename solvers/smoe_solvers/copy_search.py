@@ -1,4 +1,4 @@
-"""Which experts the extra slots of the ranks hold: filled where a copy saves most, then improved (solver_study.md 7).
+"""Which experts the extra slots of the ranks hold: filled where a copy saves most, then improved.
 
 Axes: E experts, G ranks. `hosts`: [E, G] whether a rank holds a copy of an expert.
 """

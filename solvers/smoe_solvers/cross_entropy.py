@@ -1,4 +1,4 @@
-"""The Cross-Entropy co-clustering: seeds, rounds of sampling around the incumbent, exact polish (solver_study.md 10).
+"""The Cross-Entropy co-clustering: seeds, rounds of sampling around the incumbent, exact polish.
 
 A row-stochastic matrix P[E, G] is the search distribution. Each round draws balanced placements from it, descends from
 the best of them and from kicks of the incumbent, relabels the elite to the incumbent (ranks have no names) and moves P

@@ -1,4 +1,4 @@
-"""Exact descent: swap two experts of different ranks while the objective falls (solver_study.md section 2).
+"""Exact descent: swap two experts of different ranks while the objective falls.
 
 Most swaps end at a bound read from two tables, what either expert could gain by moving alone; the rest at the bound by
 the blocks' prices, or in the middle of assigning the rows again. What is accepted is exact for the objective.

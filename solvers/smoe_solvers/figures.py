@@ -1,4 +1,4 @@
-"""The figures of design 1 for one layer, one placement and one way of giving tokens homes.
+"""The figures of docs/terms.md for one layer, one placement and one way of giving tokens homes.
 
 Axes: N rows in batches of T, E experts, G ranks, K experts a token.
 """
@@ -16,7 +16,7 @@ from smoe_solvers.redundancy import Copies
 
 @dataclass(frozen=True)
 class Figures:
-    """Measured over one part, in the words of design 1; busiest: rows in or out of the busiest rank, times G / T.
+    """Measured over one part, in the words of docs/terms.md; busiest: rows in or out of the busiest rank, times G / T.
 
     rank_accuracy: share of rows whose best-scored rank holds most of their experts, None without scores;
     oracle_share: lar over that of a shuffle by true routing, of the same placement and assignment; None: not compared.
@@ -52,13 +52,22 @@ def quota(rows: int, ranks: int) -> int:
 
 
 def home_without_shuffle(rows: int, ranks: int, batch: int) -> Int32Array:
-    """Where the i-th row of a batch lies without a shuffle: rank i // ceil(T / G). Returns [N]."""
+    """Where the i-th row of a batch lies without a shuffle: rank i // ceil(T / G). Returns [N].
+
+    >>> home_without_shuffle(rows=7, ranks=2, batch=4)  # a whole batch and one of three rows
+    array([0, 0, 1, 1, 0, 0, 1], dtype=int32)
+    """
     homes = [np.arange(part.stop - part.start) // quota(part.stop - part.start, ranks) for part in batches(rows, batch)]
     return np.concatenate(homes).astype(np.int32)
 
 
 def home_by_scores(scores: npt.NDArray[np.integer], batch: int, assignment: Assignment) -> Int32Array:
-    """Where a shuffle by these scores puts each row. scores: [N, G] (u8 for the rule). Returns [N]."""
+    """Where a shuffle by these scores puts each row. scores: [N, G] (u8 for the rule). Returns [N].
+
+    >>> scores = np.array([[0, 255], [0, 255], [255, 0], [0, 200]], np.uint8)
+    >>> home_by_scores(scores, batch=4, assignment=Assignment.RULE)
+    array([1, 1, 0, 0], dtype=int32)
+    """
     ranks = scores.shape[1]
     if assignment is Assignment.EXACT:
         parts = [assign_exact(scores[part], quota(len(scores[part]), ranks)) for part in batches(len(scores), batch)]
@@ -79,6 +88,11 @@ def measure(
 
     counts: [N, G] n_g; home: [N]; wishes: [N, G] scores before any quota, or None without a shuffle; copies: the rows
     where experts have several copies, so that what a rank serves depends on the home.
+
+    >>> counts = np.array([[2, 0], [1, 1], [0, 2], [1, 1]])
+    >>> found = measure(counts, home_without_shuffle(4, 2, batch=4), batch=4, wishes=None)
+    >>> found.lar, found.fanout, found.remote_fanout
+    (0.75, 1.5, 0.5)
     """
     rows, ranks = counts.shape
     at_home = counts[np.arange(rows), home]
@@ -148,7 +162,11 @@ def _busiest_rank(remote: npt.NDArray[np.bool_], home: Int32Array) -> int:
 
 
 def wire_rows(remote_fanout: float, ranks: int) -> dict[str, float]:
-    """Rows of H elements a token and layer, summed over ranks, for each way to run a layer (design 1)."""
+    """Rows of H elements a token and layer, summed over ranks, for each way to run a layer.
+
+    >>> {way: round(rows, 2) for way, rows in wire_rows(remote_fanout=2.5, ranks=8).items()}
+    {'ar-ep': 26.0, 'sp-ep': 19.0, 'speculative': 19.0, 'dp-ep': 5.0, 'replicated': 28.0}
+    """
     gather, exchange = ranks - 1, 2 * remote_fanout
     return {
         "ar-ep": 2 * gather + exchange + gather,

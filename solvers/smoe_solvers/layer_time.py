@@ -1,4 +1,4 @@
-"""Predicted time of one MoE layer on measured hardware, for each way to run it (design 1 and 4.2).
+"""Predicted time of one MoE layer on measured hardware, for each way to run it (docs/terms.md).
 
 Axes: B batches, N rows, G ranks, P measured points. Only what a placement can change, and the row moves around it, is
 counted: attention, the shared experts and reading the experts' weights cost the same wherever experts lie.

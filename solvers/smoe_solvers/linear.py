@@ -1,4 +1,4 @@
-"""A linear map from what is known before attention to the router's logits, fitted from sums (design 4.1, `linear`).
+"""A linear map from what is known before attention to the router's logits, fitted from sums (predictor `linear`).
 
 Axes: D features (the last is constant 1), E experts, T tokens.
 """

@@ -1,4 +1,4 @@
-"""Scoring placements exactly: the objective of a Problem, and its terms in the words of design 1."""
+"""Scoring placements exactly: the objective of a Problem, and its terms in the words of docs/terms.md."""
 
 from dataclasses import dataclass, replace
 
@@ -83,7 +83,17 @@ def _terms(expert_to_rank, num_ranks, demand, kind, multiplicity, block_start, q
 
 
 def score(problem: Problem, expert_to_rank: npt.NDArray[np.integer]) -> Score:
-    """Everything the objective knows about one placement. expert_to_rank: [E]."""
+    """Everything the objective knows about one placement. expert_to_rank: [E].
+
+    >>> from smoe_solvers import Goal, build_problem
+    >>> experts = np.array([[0, 2], [0, 2], [1, 3], [1, 3]], np.uint16)
+    >>> problem = build_problem(Goal.BLEND, 2, experts, np.array([0, 4]), np.bincount(experts.reshape(-1)))
+    >>> apart, together = (score(problem, np.array(ranks)) for ranks in ([0, 0, 1, 1], [0, 1, 0, 1]))
+    >>> (apart.lar, apart.fanout), (together.lar, together.fanout)
+    ((0.5, 2.0), (1.0, 1.0))
+    >>> together.objective < apart.objective
+    True
+    """
     local, charges, spread, deviation = _terms(
         np.ascontiguousarray(expert_to_rank, np.int32),
         problem.num_ranks,

@@ -1,4 +1,4 @@
-"""From what is known before the router runs to a score per rank (design 4.1).
+"""From what is known before the router runs to a score per rank (docs/formats/runtime.md).
 
 Axes: V vocabulary, T tokens, E experts, G ranks, K experts a token. A score is the expected number of a token's K
 experts that a rank holds, as u8: 255 is K. `hosts`: [E, G] whether a rank holds a copy of an expert; one with copies on
@@ -266,7 +266,13 @@ def rank_labels(experts: npt.NDArray[np.integer], hosts: BoolArray) -> UInt8Arra
 
 
 def local_counts(experts: npt.NDArray[np.integer], hosts: BoolArray) -> npt.NDArray[np.int32]:
-    """n_g(t): how many of each row's experts every rank holds. experts: [T, K]; hosts: [E, G]. Returns [T, G] int32."""
+    """n_g(t): how many of each row's experts every rank holds. experts: [T, K]; hosts: [E, G]. Returns [T, G] int32.
+
+    >>> hosts = np.array([[True, False], [True, False], [False, True], [False, True]])
+    >>> local_counts(np.array([[0, 1], [1, 2]]), hosts)
+    array([[2, 0],
+           [1, 1]], dtype=int32)
+    """
     held = hosts.astype(np.int32)
     counts = np.zeros((len(experts), hosts.shape[1]), np.int32)
     for choice in experts.T:

@@ -1,7 +1,7 @@
 """The placement problem of one MoE layer: what is known of its traffic, and what a placement is scored by.
 
 Axes: E experts, G ranks, U kinds of rows, M entries of all blocks, S distinct expert sets, K experts a token.
-A placement is `expert_to_rank`: [E] int32, E / G experts a rank, the first E mod G one more. Formulas: design 4.2.
+A placement is `expert_to_rank`: [E] int32, E / G experts a rank, the first E mod G one more. Formulas: docs/terms.md.
 """
 
 from dataclasses import dataclass, replace
@@ -166,6 +166,11 @@ def build_problem(
     served; without them rows demand what they truly used.
     theta weighs expert load in lar and blend, token balance in ilp; mu weighs fan-out in blend.
     Raises ValueError if there are more ranks than experts.
+
+    >>> experts = np.array([[0, 2], [0, 2], [1, 3], [1, 3]], np.uint16)
+    >>> problem = build_problem(Goal.FANOUT, 2, experts, np.array([0, 4]), np.bincount(experts.reshape(-1)))
+    >>> problem.num_experts, problem.capacity.tolist(), problem.contiguous().tolist()
+    (4, [2, 2], [0, 0, 1, 1])
     """
     num_experts, top_k = len(popularity), experts.shape[1]
     if num_ranks > num_experts:

@@ -1,4 +1,4 @@
-"""Exact assignments of sample blocks, kept optimal while experts swap (solver_study.md section 2).
+"""Exact assignments of sample blocks, kept optimal while experts swap.
 
 Every block is filled to G x quota rows by rows that demand nothing, so that any prices are a valid start: each row
 sits on a rank that is best for it after prices, and what is too many on a rank moves along cheapest rank-to-rank paths.

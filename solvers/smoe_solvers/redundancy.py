@@ -1,4 +1,4 @@
-"""Experts with copies on several ranks: which copy serves a token (design 1).
+"""Experts with copies on several ranks: which copy serves a token.
 
 Axes: N tokens, K experts a token, E experts, G ranks. `hosts`: [E, G] whether a rank holds a copy of an expert. Sets of
 ranks are bit masks with rank 0 as the highest bit: of two covers of one size the larger number is the one to take.
@@ -38,7 +38,13 @@ class Copies:
 
 
 def single_hosts(expert_to_rank: npt.NDArray[np.integer], num_ranks: int) -> BoolArray:
-    """The hosts of experts that have one rank each, [E, G]. expert_to_rank: [E]."""
+    """The hosts of experts that have one rank each, [E, G]. expert_to_rank: [E].
+
+    >>> single_hosts(np.array([0, 1, 0]), num_ranks=2).astype(int)
+    array([[1, 0],
+           [0, 1],
+           [1, 0]])
+    """
     hosts: BoolArray = expert_to_rank[:, None] == np.arange(num_ranks)
     return hosts
 
@@ -50,6 +56,11 @@ def serve(experts: npt.NDArray[np.integer], home: npt.NDArray[np.integer], hosts
     that hold them all; of several such sets of ranks, the one whose sorted ranks come first in lexicographic order;
     each expert by the lowest rank of that set that holds it. So the answer depends on nothing but the row.
     Raises ValueError if an expert has no copy, or there are more than MAX_RANKS ranks.
+
+    >>> hosts = np.array([[1, 0, 0], [0, 1, 1], [0, 0, 1]], bool)  # expert 1 has copies on ranks 1 and 2
+    >>> serve(np.array([[0, 1], [1, 2]]), home=np.array([0, 1]), hosts=hosts)
+    array([[0, 1],
+           [1, 2]], dtype=int32)
     """
     masks = host_masks(hosts)
     rank_of_choice = np.empty(experts.shape, np.int32)

@@ -1,4 +1,4 @@
-"""Whole requests given to ranks, as under attention-DP: each rank holds its own requests' rows (design 1, paper.md 4).
+"""Whole requests given to ranks, as under attention-DP: each rank holds its own requests' rows.
 
 Axes: R requests in order of arrival, N rows of S sequences, G ranks. A request is known by its sums over rows, so that
 it may be a sequence cut short or run through many times over.

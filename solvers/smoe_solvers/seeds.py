@@ -1,4 +1,4 @@
-"""Placements to start a search from (solver_study.md section 2).
+"""Placements to start a search from.
 
 Axes: E experts, G ranks, U kinds of rows, M entries. Every seed is a balanced placement, [E] int32.
 """

@@ -153,7 +153,7 @@ def validation_gains(
 
 
 def confirm(gains: npt.NDArray[np.float64]) -> Confirmation:
-    """Judge gains over blocks, [B]; of a whole placement, their mean over layers (design 4.2)."""
+    """Judge gains over blocks, [B]; of a whole placement, their mean over layers."""
     spread = float(gains.std(ddof=1)) if len(gains) > 1 else float("inf")
     return Confirmation(float(gains.mean()), 2 * spread / len(gains) ** 0.5)
 

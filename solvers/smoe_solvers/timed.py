@@ -1,4 +1,4 @@
-"""The goal `time`: the placement of least predicted layer time (design 4.2), for one way to run a layer.
+"""The goal `time`: the placement of least predicted layer time, for one way to run a layer.
 
 Axes: N rows of B blocks, E experts, K experts a token, G ranks, U kinds of rows. What the other goals find is judged by
 predicted time, and the best of it descends by swaps of two experts. Where a row lies when it is dispatched:

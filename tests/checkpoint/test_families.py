@@ -1,4 +1,4 @@
-"""Every family transformers can run: regrouped, verified byte for byte, and run beside its source (design 4.3)."""
+"""Every family transformers can run: regrouped, verified byte for byte, and run beside its source."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_a_legal_renumbering_is_the_same_model(name, tiny, tmp_path):
     assert [layer.layer for layer in report.layers] == MOE_LAYERS[name]
     assert {(layer.tokens, layer.mismatches, layer.ties) for layer in report.layers} == {(PROMPTS.size, 0, 0)}
     before, after = synthetic.contents(tiny(name)), synthetic.contents(copy)
-    assert after.keys() == before.keys()  # F-52, F-57: no name is composed, doubled or dropped
+    assert after.keys() == before.keys()  # no name is composed, doubled or dropped
     assert {key: found[:2] for key, found in after.items()} == {key: found[:2] for key, found in before.items()}
     assert sum(after[key] != before[key] for key in before) >= 2 * len(MOE_LAYERS[name])
 
@@ -93,7 +93,7 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_a_tensor_left_in_the_old_order_is_found_by_name_and_by_running(forgotten, tiny, tmp_path):
-    """Each of these alone makes another model; none stops an engine from starting (F-73)."""
+    """Each of these alone makes another model; none stops an engine from starting."""
     name, tensor = FORGOTTEN[forgotten]
     order = same_function(name, 4)
     source = find_model(str(tiny(name)))
@@ -111,7 +111,7 @@ def test_a_tensor_left_in_the_old_order_is_found_by_name_and_by_running(forgotte
 
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_greedy_text_agrees_for_64_tokens_and_shows_a_fault_that_the_prompt_does_not(name, tiny, tmp_path):
-    """F-72: the first token right, the rest wrong. Here one embedding that no prompt holds."""
+    """The first token right, the rest wrong. Here one embedding that no prompt holds."""
     order = same_function(name, 6)
     source = find_model(str(tiny(name)))
     copy = regroup(source, order, tmp_path / "copy")
@@ -138,7 +138,7 @@ def test_a_map_applied_after_routing_changes_no_output(name, tiny):
 
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_prompts_shorter_than_there_are_ranks_are_compared_too(tokens, tiny, tmp_path):
-    """F-74: one token, and a number that nothing divides."""
+    """One token, and a number that nothing divides."""
     source, order = find_model(str(tiny("mixtral"))), permutations("mixtral", 3)
     copy = find_model(str(regroup(source, order, tmp_path / "copy")))
     report = compare_loaded(source, copy, order, PROMPTS[:1, :tokens], lambda _: None, generate=False)
@@ -153,7 +153,7 @@ def test_a_map_with_copies_changes_no_output_either(tiny):
 
 
 def test_a_tie_is_counted_excused_and_no_reason_to_call_another_text_a_fault(tiny, tmp_path):
-    """F-70, F-71: two experts of one router row; which of them is first depends on their numbers alone."""
+    """Two experts of one router row; which of them is first depends on their numbers alone."""
     source = editable(tiny("mixtral"), tmp_path / "source")
     name = "model.layers.1.block_sparse_moe.gate.weight"
     edit_tensors(source, lambda tensors: tensors[name].__setitem__(5, tensors[name][2]))

@@ -1,4 +1,4 @@
-"""Every quantised and published form of a checkpoint, regrouped and verified tensor by tensor (checkpoints.md 5)."""
+"""Every quantised and published form of a checkpoint, regrouped and verified tensor by tensor."""
 
 import re
 
@@ -75,7 +75,7 @@ def test_every_form_is_regrouped_byte_for_byte_verified_and_undone(name, tmp_pat
 
 @pytest.mark.parametrize("form", [name for name, parts in PER_EXPERT.items() if len(parts) > 1])
 def test_a_scale_left_behind_is_found_by_its_name(form, tmp_path):
-    """F-68: the weights of two experts moved, one of their scales did not."""
+    """The weights of two experts moved, one of their scales did not."""
     case = CASES[form]
     source, order = synthetic.write(tmp_path / "source", case), random_map(case)
     copy = regroup(source, order, tmp_path / "copy")
@@ -124,7 +124,7 @@ def test_a_fused_tensor_larger_than_a_chunk_is_read_row_by_row(tmp_path, monkeyp
 
 
 def test_layers_that_predict_further_tokens_keep_their_experts_and_router(tmp_path):
-    """F-45, F-55, F-56: index from the config, never 61; another E under mtp.*; no map of the main stack's."""
+    """Index from the config, never 61; another E under mtp.*; no map of the main stack's."""
     for name, prefix in (("fp8 blocks", "model.layers.3."), ("fp8 fused, further experts under mtp", "mtp.")):
         case = CASES[name]
         source, order = synthetic.write(tmp_path / name / "source", case), random_map(case)
@@ -139,7 +139,7 @@ def test_layers_that_predict_further_tokens_keep_their_experts_and_router(tmp_pa
 
 @pytest.mark.parametrize("value", [-1, E, 2**40])
 def test_a_token_table_that_names_no_expert_stops_by_its_name(value, tmp_path):
-    """F-62: integers stay integers, and every one is an expert."""
+    """Integers stay integers, and every one is an expert."""
     case = CASES["deepseek_v4 as published"]
     source = synthetic.write(tmp_path / "source", case)
     table = np.frombuffer(synthetic.contents(source)["layers.0.ffn.gate.tid2eid"][2], "<i8").copy()
@@ -165,7 +165,7 @@ def without(case, *names):
 
 
 def test_an_fp8_weight_without_its_scales_stops_by_its_expert(tmp_path):
-    """F-64: the same suffixes for each expert."""
+    """The same suffixes for each expert."""
     case = without(CASES["fp8 blocks"], "model.layers.2.mlp.experts.5.up_proj.weight_scale_inv")
     with pytest.raises(InputError, match=r"experts\.5 does not have the same tensors as experts\.0"):
         regroup(synthetic.write(tmp_path / "source", case), random_map(case), tmp_path / "copy")
@@ -184,7 +184,7 @@ def test_one_expert_of_another_dtype_stops_by_its_number(tmp_path):
 
 @pytest.mark.parametrize("shape", [(6, H := 32), (E * 36, 4), (H, E)])
 def test_a_fused_tensor_whose_first_axis_is_not_that_of_the_experts_stops(shape, tmp_path):
-    """F-65, F-69: the axis is the family's, and exactly E long; no shape is guessed at."""
+    """The axis is the family's, and exactly E long; no shape is guessed at."""
     name = "model.layers.1.mlp.experts.down_proj_extra"
     case = CASES["mxfp4 gpt-oss"]
     case = synthetic.Case(case.config, [*case.entries, (name, "BF16", shape)], 3)
@@ -206,7 +206,7 @@ def test_one_number_for_all_experts_is_copied(tmp_path):
     "name", ["model.layers.0.mlp.experts.2.up_proj.weight", "vision.blocks.0.experts.gate_up_proj", "experts.0.weight"]
 )
 def test_an_experts_tensor_outside_every_moe_layer_stops_by_its_name(name, tmp_path):
-    """F-53, F-54: every source tensor is accounted for; what looks like an expert is never copied by default."""
+    """Every source tensor is accounted for; what looks like an expert is never copied by default."""
     case = CASES["bf16"]
     case = synthetic.Case(case.config, [*case.entries, (name, "BF16", (4, 4))], 2)
     with pytest.raises(InputError, match=name.replace(".", r"\.")):

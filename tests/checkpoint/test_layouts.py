@@ -1,4 +1,4 @@
-"""Which tensor moves with which expert, and where a renumbering would change the model (design 4.3)."""
+"""Which tensor moves with which expert, and where a renumbering would change the model."""
 
 import numpy as np
 import pytest

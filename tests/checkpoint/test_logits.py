@@ -1,4 +1,4 @@
-"""The claim itself: a legally renumbered model is the same function, an illegally renumbered one is not (design 4.3).
+"""The claim itself: a legally renumbered model is the same function, an illegally renumbered one is not.
 
 Both folders are loaded by transformers, in float32, as a serving engine would.
 """

@@ -1,4 +1,4 @@
-"""When is a renumbered model the same function? Random routers and permutations, run before and after (design 4.3)."""
+"""When is a renumbered model the same function? Random routers and permutations, run before and after."""
 
 import json
 from dataclasses import dataclass

@@ -25,19 +25,19 @@ def routing(tmp_path_factory):
 
 
 def test_ranks_that_do_not_divide_the_experts_end_at_the_command_line_with_those_that_do(routing):
-    """F-41: workers crashed after the model was loaded."""
+    """Workers crashed after the model was loaded."""
     said = smoe("cocluster", "--ep", 3, cwd=routing, code=4).err
     assert "Valid --ep: 2, 4, 8" in said
     assert not (routing / "smoe-out/placement-ep3").exists()
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_told_with_those_that_do(routing):
-    """F-42: an assertion in the middle of start-up."""
+    """An assertion in the middle of start-up."""
     assert "Valid --nodes: 1, 2, 4" in smoe("cocluster", "--ep", 4, "--nodes", 3, cwd=routing, code=4).err
 
 
 def test_what_is_not_asked_for_need_not_be_there(routing):
-    """F-44: metadata of a feature was demanded though the feature was off. No weights, ids, borders or model here."""
+    """Metadata of a feature was demanded though the feature was off. No weights, ids, borders or model here."""
     smoe("cocluster", "--ep", 4, "--effort", "fast", "--goal", "fanout", cwd=routing)
     smoe("evaluate", cwd=routing)
     said = smoe("cocluster", "--ep", 4, "--goal", "time", "--name", "t", cwd=routing, code=3).err
@@ -45,7 +45,7 @@ def test_what_is_not_asked_for_need_not_be_there(routing):
 
 
 def test_permuted_tensors_are_written_whole_and_in_rows(tiny, tmp_path):
-    """F-58: views after an index could not be saved, or shared their storage with another tensor."""
+    """Views after an index could not be saved, or shared their storage with another tensor."""
     written = load_file(
         regroup(tiny("deepseek_v2"), permutations("deepseek_v2", 3), tmp_path / "copy") / "model.safetensors"
     )
@@ -55,7 +55,7 @@ def test_permuted_tensors_are_written_whole_and_in_rows(tiny, tmp_path):
 
 
 def test_a_correction_bias_in_fp32_among_bf16_weights_keeps_its_type_and_every_value(tiny, tmp_path):
-    """F-61: stored as bf16, 238 of its values fell together to 8, and most tokens changed experts."""
+    """Stored as bf16, 238 of its values fell together to 8, and most tokens changed experts."""
     source = editable(tiny("deepseek_v3"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     bias = next(name for name in tensors if name.endswith("e_score_correction_bias"))
@@ -72,7 +72,7 @@ def test_a_correction_bias_in_fp32_among_bf16_weights_keeps_its_type_and_every_v
 
 
 def test_writing_twice_from_one_plan_gives_the_same_bytes_and_leaves_the_map_alone(tiny, tmp_path):
-    """F-66: a variable shared by a loop was changed in place, and the second tensor was turned twice."""
+    """A variable shared by a loop was changed in place, and the second tensor was turned twice."""
     order = permutations("mixtral", 7)
     before = order.copy()
     found = []

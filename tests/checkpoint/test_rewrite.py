@@ -1,4 +1,4 @@
-"""The streaming rewrite: experts renumbered, router rows permuted, every other byte as it was (checkpoints.md)."""
+"""The streaming rewrite: experts renumbered, router rows permuted, every other byte as it was."""
 
 import hashlib
 import json
@@ -164,7 +164,7 @@ def test_metadata_is_kept_and_the_format_added_for_older_readers(tiny, tmp_path)
 
 
 def test_dtypes_torch_does_not_know_are_moved_as_bytes(tiny, tmp_path):
-    """F8_E8M0 scales and packed integers: a cast would destroy them (F-63)."""
+    """F8_E8M0 scales and packed integers: a cast would destroy them."""
     folder = editable(tiny("mixtral"), tmp_path / "source")
     shard = find_model(str(folder)).files().shards[0]
     entries = [(t.name, t.dtype, t.shape, t.nbytes) for t in shard.tensors]

@@ -1,4 +1,4 @@
-"""Settings that name single experts are renumbered with them, to the byte, or refused (F-67)."""
+"""Settings that name single experts are renumbered with them, to the byte, or refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Faults of a regrouped checkpoint, planted one by one: each is found, and found by name (design 6, faults.md)."""
+"""Faults of a regrouped checkpoint, planted one by one: each is found, and found by name."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_a_right_copy_has_no_failures(name, tiny, tmp_path):
 
 
 def test_the_source_itself_is_no_copy(tiny):
-    """F-40: a map that is recorded and was never applied."""
+    """A map that is recorded and was never applied."""
     assert failures(tiny("mixtral"), tiny("mixtral"))
 
 

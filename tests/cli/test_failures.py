@@ -1,4 +1,4 @@
-"""Every way a command can fail leaves with its own exit code, one sentence, and nothing half written (design 6).
+"""Every way a command can fail leaves with its own exit code, one sentence, and nothing half written.
 
 All of it through real processes: what a shell, a CI job or a job scheduler sees.
 """

@@ -1,4 +1,4 @@
-"""smoe inspect as a user meets it: the document, 80 columns, one verdict, and its exit codes (design 6)."""
+"""smoe inspect as a user meets it: the document, 80 columns, one verdict, and its exit codes."""
 
 import json
 import os
@@ -173,7 +173,6 @@ def test_every_level_is_shown_and_says_what_it_lacks(level, tmp_path):
 
 
 def test_experts_never_used_and_layers_never_hit_give_no_nan(tmp_path):
-    """F-20."""
     rows = routed_rows()
     rows = replace(rows, experts=[np.minimum(rows.experts[0], 12), np.full((600, 2), 12, np.uint16)])
     found = smoe("inspect", plant(tmp_path / "trace", LAYERS, [rows]).artefact.path, "--ep", "2", "--json").json()

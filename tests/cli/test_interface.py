@@ -39,6 +39,15 @@ def test_help_and_version_import_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
+def test_the_help_lists_commands_in_the_order_of_the_pipeline():
+    said = subprocess.run(
+        [sys.executable, "-m", "smoe_cli", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    listed = [line.split()[0] for line in said.partition("Commands:\n")[2].splitlines() if line[2:3].strip()]
+    record, place, apply = "profile import inspect", "build-tables cocluster evaluate", "regroup verify export"
+    assert listed == f"{record} {place} {apply} report demo models bench".split()
+
+
 def test_piped_help_is_plain():
     done = subprocess.run(
         [sys.executable, "-m", "smoe_cli", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
@@ -49,5 +58,5 @@ def test_piped_help_is_plain():
 
 
 def test_a_missing_package_is_named_with_its_pip_line(capsys):
-    assert errors.report(ModuleNotFoundError("No module named 'datasets'", name="datasets"), debug=False) == 6
+    assert errors.report(ModuleNotFoundError("No module named 'datasets'", name="datasets")) == 6
     assert capsys.readouterr().err == "error: datasets is not installed; pip install datasets.\n"

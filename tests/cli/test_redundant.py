@@ -240,7 +240,7 @@ def test_a_checkpoint_of_copies_is_refused_and_a_map_is_written(folder):
 
 @pytest.mark.usefixtures("made")
 def test_an_expert_twice_on_a_rank_is_found_when_a_placement_is_read(folder, tmp_path):
-    """F-38: engines lose such a slot without a word."""
+    """Engines lose such a slot without a word."""
     artefact = open_artefact(shutil.copytree(folder / "placement-ep4", tmp_path / "placement-ep4"), "placement")
     slots = np.array([[0, 1, 1, 2, 3, 4, 5, 6, 7]])
     write_placement(artefact.path / "placement.parquet", Placement((0,), slots, 3))

@@ -184,7 +184,7 @@ def test_a_placement_is_not_taken_for_a_trace(bench):
 
 
 def place_by_hash(tokens):
-    """A document's place in [0, 1), as design 3 has it."""
+    """A document's place in [0, 1), as docs/formats/trace.md has it."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, "<u4").tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -1,4 +1,4 @@
-"""Predictors from recording to measuring, through the commands, on the bundled model (design 4.1)."""
+"""Predictors from recording to measuring, through the commands, on the bundled model."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""A placement belongs to one numbering of a model: what composes does, and what does not is refused (design 3, 4.3)."""
+"""A placement belongs to one numbering of a model: what composes does, and what does not is refused."""
 
 import json
 import shutil

@@ -246,7 +246,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_jobs(work):
 
 
 def test_the_index_is_written_after_everything_it_names(work, monkeypatch):
-    """F-60: a folder whose index is there has all its weights and settings."""
+    """A folder whose index is there has all its weights and settings."""
     from smoe_cli.checkpoint import writer
 
     folder, _ = work

@@ -100,7 +100,7 @@ def test_an_index_that_names_a_file_elsewhere(name, work):
 
 
 def test_an_index_that_names_a_missing_shard(work):
-    """F-59: every input is readable before the first byte is written."""
+    """Every input is readable before the first byte is written."""
     edit_index(work, lambda weight_map: weight_map.update({"lm_head.weight": "model-00003-of-00003.safetensors"}))
     refused(work, 3, "model-00003-of-00003.safetensors is missing")
 
@@ -165,7 +165,7 @@ def test_another_model_than_the_placements(work, tmp_path_factory):
 
 @pytest.mark.parametrize("fault", ["an expert twice", "an expert missing", "a layer missing", "an expert too many"])
 def test_a_plan_that_is_no_permutation(fault, work):
-    """F-39: one bad layer, and no layer is applied."""
+    """One bad layer, and no layer is applied."""
     order = permutations("mixtral", 1)
     order = {
         "an expert twice": np.array([[0, 0, 2, 3, 4, 5, 6, 7], order[1]]),
@@ -215,7 +215,7 @@ def test_groups_broken_by_a_checkpoint_that_was_insisted_on(tmp_path, tmp_path_f
 
 
 def test_experts_with_copies_are_a_map_and_never_a_checkpoint(work):
-    """F-43: how many copies there are is read from the map, not from an option."""
+    """How many copies there are is read from the map, not from an option."""
     order = permutations("mixtral", 1)
     set_map(work / "smoe-out/placement-ep4", np.concatenate([order, order[:, [3, 2, 1, 0]]], axis=1))
     refused(work, 4, "several slots", arguments=("--layout", "checkpoint"))
@@ -230,7 +230,7 @@ def test_a_target_that_exists(work):
 
 @pytest.mark.parametrize("alias", ["inside", "dots", "link", "blobs"])
 def test_an_output_that_is_the_source_under_another_name(alias, work):
-    """F-59 and worse: the first write would destroy what is read."""
+    """The first write would destroy what is read."""
     source = work / "source"
     if alias == "blobs":  # a hub cache: the folder holds links, the target lies where they point
         blobs = work / "blobs"

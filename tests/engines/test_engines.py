@@ -138,20 +138,20 @@ def test_a_map_that_would_serve_wrongly_is_told_by_its_fault(row, ranks, said):
 
 
 def test_an_expert_twice_on_a_device_silently_lost_a_slot():
-    """F-38: the engine keeps one of the two and has a slot too few."""
+    """The engine keeps one of the two and has a slot too few."""
     twice = np.array([[0, 0, 1, 2], [0, 1, 2, 3]])
     assert faults(EngineMap(twice, (0, 1)), 3, 2)[0] == "layer 0 holds expert 0 twice on rank 0"
 
 
 def test_redundancy_is_derived_from_the_map_not_from_an_option(tmp_path):
-    """F-43: a map with copies was loaded with an option that said none."""
+    """A map with copies was loaded with an option that said none."""
     _, path = write(Target.SGLANG, tmp_path, COPIES)
     assert any("--ep-num-redundant-experts 2" in note for note in sglang.notes(toy(COPIES), TOY))
     assert read_engine_map(path).slots.shape[1] == 10
 
 
 def test_a_map_of_other_layers_than_the_model_is_refused_whole():
-    """F-39: one bad layer was skipped in silence, and the old map stayed in half the state."""
+    """One bad layer was skipped in silence, and the old map stayed in half the state."""
     with pytest.raises(ValueError, match="does not name layer 3"):
         select_layers(EngineMap(SLOTS[:2], (1, 2)), TOY)
     with pytest.raises(ValueError, match="it has 3 rows; the model has 4 decoder layers"):
@@ -163,7 +163,7 @@ def test_a_map_of_other_layers_than_the_model_is_refused_whole():
 
 
 def test_a_draft_layer_does_not_take_the_main_stacks_placement(tmp_path):
-    """F-45: an MTP layer keeps its experts in order."""
+    """An MTP layer keeps its experts in order."""
     _, path = write(Target.TRTLLM, tmp_path)
     assert yaml.safe_load(path.read_text())["initial_global_assignments"][4] == list(range(8))
 

@@ -1,4 +1,4 @@
-"""An artefact appears whole or not at all, and says truly what it holds (design 3)."""
+"""An artefact appears whole or not at all, and says truly what it holds."""
 
 import hashlib
 import json

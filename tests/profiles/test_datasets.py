@@ -236,3 +236,11 @@ def test_a_token_limit_reads_no_further_than_it_must():
 
     assert sum(len(item.token_ids) for item in limit_tokens(stream(), 25)) == 25
     assert len(read_so_far) <= 4
+
+
+@pytest.mark.parametrize("text", ['{"text": "fine"}\n{"text": \n', "no json at all\n", '{"text": 1}\n["a"]\n'])
+def test_a_broken_file_is_one_error_and_no_log_line_of_the_library(text, tmp_path, capfd):
+    (tmp_path / "broken.jsonl").write_text(text)
+    with pytest.raises(InputError, match=r"broken\.jsonl"):
+        list(read_documents(str(tmp_path / "broken.jsonl"), "s", lambda _: [1], 8))
+    assert capfd.readouterr() == ("", "")

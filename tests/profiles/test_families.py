@@ -1,4 +1,4 @@
-"""From a raw config.json to the layer table, before anything heavy is imported (design 3, 6)."""
+"""From a raw config.json to the layer table, before anything heavy is imported."""
 
 import subprocess
 import sys
@@ -189,7 +189,7 @@ def test_a_group_count_that_makes_no_sense_is_an_input_error(value):
 
 
 def test_qwen3_moe_as_newer_transformers_saves_it_is_known():
-    """transformers 5.24 writes num_experts as num_local_experts (checkpoints.md, the family's alias)."""
+    """transformers 5.24 writes num_experts as num_local_experts, by the family's alias."""
     config = {
         "num_local_experts" if key == "num_experts" else key: value for key, value in MINIMAL["qwen3_moe"].items()
     }

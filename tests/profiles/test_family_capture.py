@@ -442,7 +442,7 @@ def test_every_family_of_the_table_is_tried():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_captured_ids_and_weights_are_those_of_the_rule_applied_to_the_routers_input(name, runs):
-    """F-75: group routing was implemented in two ways, one of them wrong; here it is the model's own, by hand."""
+    """Group routing was implemented in two ways, one of them wrong; here it is the model's own, by hand."""
     seen = runs(name)
     for layer, expected in by_hand(name, seen).items():
         ids, weights = (tensor.numpy() for tensor in seen.choices[layer])

@@ -241,7 +241,6 @@ def test_load_distance_is_total_variation():
 
 
 def test_experts_never_hit_are_counted_as_zero_and_give_no_nan(tmp_path):
-    """F-20."""
     fit, heldout = [(1, [0, 1])] * 4, [(1, [1, 0])]
     report = look(small_trace(tmp_path / "trace", fit, heldout, TraceLayer(0, 8, 2))).layers[0]
     assert np.flatnonzero(report.count == 0).tolist() == [2, 3, 4, 5, 6, 7]
@@ -365,7 +364,7 @@ def test_a_healthy_trace_has_no_finding(tmp_path):
 
 
 def test_a_layer_of_zeros(tmp_path):
-    """F-24: a split prefill and decode returns only zeros."""
+    """A split prefill and decode returns only zeros."""
     rows = with_experts(routed_rows(), 1, np.zeros((600, 2), np.uint16))
     found = look(plant(tmp_path / "trace", LAYERS, [rows]))
     assert kinds(found) == [("4", "zero-filled")]
@@ -374,7 +373,6 @@ def test_a_layer_of_zeros(tmp_path):
 
 
 def test_a_tail_filled_with_zeros(tmp_path):
-    """F-23."""
     rows = routed_rows()
     rows.experts[0][590:] = 0
     found = look(plant(tmp_path / "trace", LAYERS, [rows]))
@@ -384,7 +382,7 @@ def test_a_tail_filled_with_zeros(tmp_path):
 
 
 def test_one_expert_in_every_row(tmp_path):
-    """F-14: a shared expert recorded as a routed one."""
+    """A shared expert recorded as a routed one."""
     rows = routed_rows()
     rows.experts[0][:, 0] = 15
     rows.experts[0][:, 1:] %= 15
@@ -447,7 +445,7 @@ def test_a_generation_that_repeats_one_token_is_not_sick(tmp_path):
 
 
 def test_one_stale_row_repeated_over_different_tokens(tmp_path):
-    """F-2: a padded region returns one stale row of real ids."""
+    """A padded region returns one stale row of real ids."""
     rows = routed_rows()
     rows.experts[0][100 : 100 + MIN_RUN + 20] = [3, 9, 4]
     rows.experts[0][110] = [9, 4, 3]  # another order is the same set
@@ -489,7 +487,7 @@ def test_an_id_twice_in_a_row(tmp_path):
 
 
 def test_one_id_more_than_k(tmp_path):
-    """F-14: fused shared experts add a column."""
+    """Fused shared experts add a column."""
     rows = routed_rows()
     wide = np.concatenate([rows.experts[1], np.full((600, 1), 11)], axis=1)
     wide[:, :2] = np.where(wide[:, :2] == 11, 10, wide[:, :2])
@@ -512,7 +510,7 @@ def test_parts_of_two_models_that_differ_in_k(tmp_path):
     ("kind", "bad"), [(pa.uint8(), 12), (pa.int64(), -1), (pa.int64(), 65536 + 2), (pa.uint64(), 2**63)]
 )
 def test_an_id_outside_the_layer(kind, bad, tmp_path):
-    """F-13, F-26: ids past the last expert, padding that was kept, ids that would wrap to valid ones."""
+    """Ids past the last expert, padding that was kept, ids that would wrap to valid ones."""
     rows = routed_rows()
     values = rows.experts[1].tolist()
     values[30][1] = bad
@@ -551,7 +549,7 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
 
 
 def test_rows_that_the_manifest_does_not_count(tmp_path):
-    """F-3, F-4: rows overwritten or lost."""
+    """Rows overwritten or lost."""
     found = look(plant(tmp_path / "trace", LAYERS, [routed_rows()], rows={"fit": 999, "validation": 0, "heldout": 0}))
     assert kinds(found) == [("", "row-count")]
 

@@ -1,4 +1,4 @@
-"""Which model is meant, with no network; and when two copies are the same model (design 3)."""
+"""Which model is meant, with no network; and when two copies are the same model."""
 
 import json
 import os

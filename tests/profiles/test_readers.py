@@ -1,4 +1,4 @@
-"""A trace is read back equal by the readers people have (design 3)."""
+"""A trace is read back equal by the readers people have."""
 
 import warnings
 from dataclasses import replace

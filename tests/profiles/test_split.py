@@ -1,4 +1,4 @@
-"""Fit, validation and held-out: fixed by a document's ids, whatever the machine or order (design 3)."""
+"""Fit, validation and held-out: fixed by a document's ids, whatever the machine or order."""
 
 import hashlib
 import struct

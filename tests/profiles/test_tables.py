@@ -1,4 +1,4 @@
-"""Every count against loops over the rows, every file against the library that defines its format (design 3)."""
+"""Every count against loops over the rows, every file against the library that defines its format."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What went wrong elsewhere when counting (F-30 to F-37), each a test named after it."""
+"""What went wrong elsewhere when counting, each a test named after it."""
 
 import shutil
 
@@ -28,7 +28,7 @@ def trace(tmp_path):
 
 
 def test_vocabulary_rows_that_no_tokenizer_names_fall_back_and_are_no_index_error(tmp_path):
-    """F-30: the vocabulary is padded to 100, ids end at 64."""
+    """The vocabulary is padded to 100, ids end at 64."""
     trace = publish_rows(tmp_path / "trace", LAYERS, [rows_of(0)], vocab_size=100)
     tables = whole(tmp_path / "tables", trace)
     occurrences, neighbour = tables.vocabulary()
@@ -43,7 +43,7 @@ def test_vocabulary_rows_that_no_tokenizer_names_fall_back_and_are_no_index_erro
 
 
 def test_fewer_ids_than_the_largest_id_do_not_shift_or_lose_any(tmp_path):
-    """F-31: three ids alone, far apart; tables go by id, not by how many there are."""
+    """Three ids alone, far apart; tables go by id, not by how many there are."""
     rows = rows_of(0)
     rows.token_id[:] = np.array([3, 40_000, 99_999], np.uint32)[rows.token_id % 3]
     tables = whole(tmp_path / "tables", publish_rows(tmp_path / "trace", LAYERS, [rows], vocab_size=100_000))
@@ -54,7 +54,7 @@ def test_fewer_ids_than_the_largest_id_do_not_shift_or_lose_any(tmp_path):
 
 @pytest.mark.parametrize("count", [2**24 + 1, 2**31 + 1, 2**32 - 1, 2**32 + 1, 2**38 + 1])
 def test_counters_do_not_stop_at_2_to_the_24th(tmp_path, count, trace):
-    """F-32: whole numbers all the way, written, read, and added up with another shard's."""
+    """Whole numbers all the way, written, read, and added up with another shard's."""
     counts = empty_counts(LAYERS[1:2], 0, np.array([5], np.uint32), count)
     for place, expert in ((0, 7), (1, 69)):
         counts.tokens.low[place, expert], counts.tokens.high[place, expert] = count % 256, count // 256
@@ -69,7 +69,7 @@ def test_counters_do_not_stop_at_2_to_the_24th(tmp_path, count, trace):
 
 
 def test_ids_above_256_do_not_fall_into_one_bin(tmp_path):
-    """F-33: neighbouring ids above what half precision tells apart, tokens and experts both."""
+    """Neighbouring ids above what half precision tells apart, tokens and experts both."""
     layers = [TraceLayer(0, 2100, 2)]
     rows = random_rows(np.random.default_rng(0), 60, layers, 64)
     rows.experts[0][:] = 2049 + np.arange(120).reshape(60, 2) % 40
@@ -81,7 +81,7 @@ def test_ids_above_256_do_not_fall_into_one_bin(tmp_path):
 
 
 def test_shards_of_an_input_that_changed_in_between_are_not_added_up(tmp_path, trace):
-    """F-34: items are not skipped or counted twice by number; the trace's identity and the seed must be the same."""
+    """Items are not skipped or counted twice by number; the trace's identity and the seed must be the same."""
     first = shard(tmp_path / "tables-1-of-2", [trace], 1, 2)
     grown = publish_rows(tmp_path / "grown", LAYERS, [rows_of(0), rows_of(1)], group=50)
     with pytest.raises(InputError, match="differ in traces"):
@@ -91,7 +91,7 @@ def test_shards_of_an_input_that_changed_in_between_are_not_added_up(tmp_path, t
 
 
 def test_a_shard_that_is_missing_twice_or_of_another_number_is_named(tmp_path, trace):
-    """F-35: what is done is read from finished shards, by what their manifests say."""
+    """What is done is read from finished shards, by what their manifests say."""
     shards = [shard(tmp_path / f"tables-{n}-of-3", [trace], n, 3) for n in (1, 2, 3)]
     assert order_shards(shards[::-1]) == shards
     with pytest.raises(InputError, match="lacks shard 2 of 3"):
@@ -108,7 +108,7 @@ def test_a_shard_that_is_missing_twice_or_of_another_number_is_named(tmp_path, t
 
 
 def test_the_layout_of_files_and_row_groups_moves_no_row_to_another_shard(tmp_path):
-    """F-36: shards are runs of rows, so another block layout of the same rows gives the same files."""
+    """Shards are runs of rows, so another block layout of the same rows gives the same files."""
     rows, found = rows_of(4, 333), []
     for name, group, file in (("a", 10, 30), ("b", 64, 64), ("c", 65_536, 2**20)):
         trace = publish_rows(tmp_path / name, LAYERS, [rows], group=group, file=file)
@@ -119,7 +119,7 @@ def test_the_layout_of_files_and_row_groups_moves_no_row_to_another_shard(tmp_pa
 
 
 def test_the_order_and_choice_of_samples_hang_on_the_seed_and_rows_alone(tmp_path, trace):
-    """F-37: the seed and versions are kept, and the sample's ids themselves lie in the tables."""
+    """The seed and versions are kept, and the sample's ids themselves lie in the tables."""
     tables = whole(tmp_path / "tables", trace, seed=5)
     again = whole(tmp_path / "again", trace, seed=5)
     assert contents(tables.artefact.path) == contents(again.artefact.path)

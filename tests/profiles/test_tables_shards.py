@@ -21,6 +21,7 @@ from smoe_profiles.table_rows import Share
 from smoe_profiles.table_writer import check_traces
 from smoe_profiles.tables import FIT_PARTS, NO_NEIGHBOUR, Tables, load_arrays, open_tables, save_arrays
 from smoe_profiles.trace import UNKNOWN_TOKEN, TraceLayer
+from smoe_profiles.workers import LocalWorkers
 from tests.profiles.conftest import random_rows
 from tests.profiles.tables_by_hand import (
     as_counter,
@@ -90,7 +91,7 @@ def test_any_number_of_processes_gives_the_same_bytes(two, tmp_path, jobs):
     _, traces = two
     expected = whole(tmp_path / "one", traces)
     with patch("smoe_profiles.table_writer.PROCESS_WORK", 1):
-        found = whole(tmp_path / "many", traces, jobs=jobs)
+        found = whole(tmp_path / "many", traces, workers=LocalWorkers(jobs))
     assert contents(found.artefact.path) == contents(expected.artefact.path)
 
 

@@ -1,4 +1,4 @@
-"""The trace on disk: written as the design says, read back whole, and never believed when damaged (design 3)."""
+"""The trace on disk: written as docs/formats/trace.md says, read back whole, and never believed when damaged."""
 
 import re
 from contextlib import suppress

@@ -3,30 +3,62 @@
 import atexit
 import os
 import tempfile
+import time
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
 from tests.runtime.ranks import Ranks, _serve
 
+POLL = 2e-4
+"""Seconds that a rank sleeps between two looks at a flag: ranks are more than cores, and a spin would take one."""
+
 
 class Emulated(Ranks):
-    """Processes with the interpreter on, which must be so before triton is imported."""
+    """Processes with the interpreter on, which must be so before triton is imported: by one, which then forks."""
 
     def __init__(self, number, folder):
         context = get_context("spawn")
         pipes = [context.Pipe() for _ in range(number)]
         self.ends = [mine for mine, _ in pipes]
-        self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, number, str(folder / "meet")), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
+        theirs = [end for _, end in pipes]
+        self.processes = [context.Process(target=_fork_ranks, args=(theirs, str(folder / "meet")), daemon=True)]
         os.environ["TRITON_INTERPRET"] = "1"
         try:
-            for process in self.processes:
-                process.start()
+            self.processes[0].start()
         finally:
             del os.environ["TRITON_INTERPRET"]
+        for end in theirs:
+            end.close()
+
+
+def _fork_ranks(ends, path):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    import smoe_cli.runtime.plan_kernel
+    import smoe_cli.runtime.srs
+    import smoe_cli.runtime.symmetric  # noqa: F401
+
+    look = InterpreterBuilder.create_atomic_cas
+
+    def look_and_wait(*arguments):
+        time.sleep(POLL)
+        return look(*arguments)
+
+    InterpreterBuilder.create_atomic_cas = look_and_wait
+    children = []
+    for rank, end in enumerate(ends):
+        child = os.fork()
+        if child == 0:
+            for other in ends[:rank] + ends[rank + 1 :]:
+                other.close()
+            _serve(end, rank, len(ends), path)
+            os._exit(0)
+        children.append(child)
+    for end in ends:
+        end.close()
+    for child in children:
+        os.waitpid(child, 0)
 
 
 @cache

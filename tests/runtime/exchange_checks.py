@@ -17,18 +17,18 @@ class Inputs:
     """Random inputs of all ranks, on a device, and the plan of a random shuffle."""
 
     def __init__(self, num_ranks, tokens, hidden, top_k, dtype, device, seed):
-        generator = torch.Generator().manual_seed(seed)
+        drawn = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
         cap = -(-tokens // num_ranks)
-        places = torch.randperm(num_ranks * cap, generator=generator)[:tokens].to(torch.int32)
-        token_of_place = torch.full((num_ranks * cap,), -1, dtype=torch.int32)
-        token_of_place[places.long()] = torch.arange(tokens, dtype=torch.int32)
-        self.plan = Plan(token_of_place.to(device), places.to(device), num_ranks)
+        places = torch.randperm(num_ranks * cap, **drawn)[:tokens].to(torch.int32)
+        token_of_place = torch.full((num_ranks * cap,), -1, dtype=torch.int32, device=device)
+        token_of_place[places.long()] = torch.arange(tokens, dtype=torch.int32, device=device)
+        self.plan = Plan(token_of_place, places, num_ranks)
 
         def noise(*shape):
-            return torch.randn(*shape, generator=generator).to(device, dtype)
+            return torch.randn(*shape, **drawn).to(dtype)
 
         def numbers(high, *shape):
-            return torch.randint(high, shape, generator=generator, dtype=torch.int32).to(device)
+            return torch.randint(high, shape, dtype=torch.int32, **drawn)
 
         self.partials = noise(num_ranks, tokens, hidden)
         self.rows = noise(num_ranks, cap, hidden)
@@ -36,7 +36,7 @@ class Inputs:
         self.norm = Norm(noise(hidden), 1e-6)
         self.labels = numbers(256, num_ranks, cap).to(torch.uint8)
         self.experts = numbers(1 << 14, num_ranks, cap, top_k)
-        self.weights = torch.rand(num_ranks, cap, top_k, generator=generator).to(device)
+        self.weights = torch.rand(num_ranks, cap, top_k, **drawn)
         self.needs = numbers(1 << num_ranks, num_ranks, cap)
 
     def routed(self, rank):

@@ -57,7 +57,10 @@ CONFIGS = {
         "norm_topk_prob": True,
     },
 }
-"""qwen: fewer key heads than four ranks, biases, and a dense layer between; grouped: only a map is the same model."""
+CONFIGS["few"] = CONFIGS["qwen"] | {"num_experts": 3, "num_experts_per_tok": 1}
+"""qwen: fewer key heads than four ranks, biases, and a dense layer between; grouped: only a map is the same model; few:
+fewer experts than four ranks, and one alone for a token.
+"""
 
 
 @cache

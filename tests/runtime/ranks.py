@@ -8,7 +8,6 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-PATIENCE = 120.0
 PRELOAD = ["torch.distributed", "transformers", "smoe_cli.runtime.layer"] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("deepseek_v2", "mixtral", "qwen3_moe")
 ]
@@ -16,7 +15,11 @@ PRELOAD = ["torch.distributed", "transformers", "smoe_cli.runtime.layer"] + [
 
 
 class Ranks:
-    """`run` calls function(*arguments) on every rank at once. Functions must be found by module and name."""
+    """`run` calls function(*arguments) on every rank at once. Functions must be found by module and name. patience:
+    seconds that it waits.
+    """
+
+    patience = 120.0
 
     def __init__(self, number, folder):
         context = get_context("forkserver")
@@ -36,7 +39,7 @@ class Ranks:
             end.send_bytes(pickle.dumps((function, arguments)))
         answers = []
         for rank, end in enumerate(self.ends):
-            assert end.poll(PATIENCE), f"rank {rank} did not answer"
+            assert end.poll(self.patience), f"rank {rank} did not answer"
             answers.append(pickle.loads(end.recv_bytes()))
         failures = [answer for good, answer in answers if not good]
         assert not failures, failures[0]
@@ -65,13 +68,18 @@ def _serve(end, rank, number, path):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=number)
+    answer(end, rank)
+
+
+def answer(end, rank):
+    """Do what is asked until nobody asks any more."""
     while True:
         try:
             function, arguments = pickle.loads(end.recv_bytes())
         except EOFError:
             return
         try:
-            answer = True, function(*arguments)
+            told = True, function(*arguments)
         except Exception:  # noqa: BLE001 (the test process must hear of anything)
-            answer = False, f"rank {rank}:\n{traceback.format_exc()}"
-        end.send_bytes(pickle.dumps(answer))
+            told = False, f"rank {rank}:\n{traceback.format_exc()}"
+        end.send_bytes(pickle.dumps(told))

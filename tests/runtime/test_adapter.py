@@ -12,8 +12,9 @@ from smoe_cli.runtime.adapter import load_model
 from smoe_cli.runtime.collectives import CollectiveExchange
 from smoe_cli.runtime.layer import Mode
 from smoe_cli.runtime.loading import Share, Weights, empty_model
+from smoe_cli.runtime.plan import take_scores
 from smoe_cli.runtime.shuffle import Shuffle
-from smoe_cli.runtime.tables import RuntimeTables
+from smoe_cli.runtime.tables import FUSED, RuntimeTables
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_solvers.choices import Predictor
 from tests.runtime.models import (
@@ -68,6 +69,16 @@ def test_every_mode_gives_the_logits_of_one_process_and_each_other_s_bits(name, 
     for by_mode, _ in told:
         for mode, logits in by_mode.items():
             assert torch.equal(logits, plain), mode
+
+
+def test_a_rank_may_be_without_experts_and_a_token_have_one_alone(base):
+    folder = model_folder("few", base)
+    ids = torch.randint(1, 90, (21,), generator=torch.Generator().manual_seed(1))
+    told = ranks(4).run(teacher_forced, folder, None, [Mode.SP_EP, Mode.AR_EP, Mode.REPLICATED], ids, [16, 3, 1, 1])
+    expected = reference_logits(folder, ids)
+    for by_mode, _ in told:
+        for mode, logits in by_mode.items():
+            assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max())), mode
 
 
 def read_names(folder, tables):
@@ -218,9 +229,9 @@ def told_scores(folder, tables, predictor, ids, chunks):
 
     noted, original = [], shuffle.make_plan
 
-    def note(wished, ranks):
-        noted.append(wished)
-        return original(wished, ranks)
+    def note(table, ranks, index):
+        noted.append(take_scores(table, index))
+        return original(table, ranks, index)
 
     shuffle.make_plan = note
     try:
@@ -270,11 +281,14 @@ def expected_scores(folder, tables, predictor, ids):
     return found
 
 
-@pytest.mark.parametrize("layout", ["map", "checkpoint"])
-@pytest.mark.parametrize("predictor", ["token", "markov", "paper", "early-gate", "linear", "fused"])
-def test_every_predictor_scores_as_evaluate_does(predictor, layout, base):
+SERVED = [(name, layout, 2) for name in (*FUSED, "paper", "fused") for layout in ("map", "checkpoint")]
+SERVED += [("early-gate", "map", 4), ("fused", "checkpoint", 4)]
+
+
+@pytest.mark.parametrize(("predictor", "layout", "number"), SERVED)
+def test_every_predictor_scores_as_evaluate_does(predictor, layout, number, base):
     """In chunks and single tokens, from the slices that the ranks know; another order of a float sum may cost one."""
-    source, number = model_folder("tiny-mixtral", base), 2
+    source = model_folder("tiny-mixtral", base)
     folder = source if layout == "map" else make_checkpoint(source, number, base)
     mapped = make_map(source, number, base) / "runtime.safetensors"
     tables = mapped if layout == "map" else folder / "smoe/runtime.safetensors"
@@ -282,7 +296,8 @@ def test_every_predictor_scores_as_evaluate_does(predictor, layout, base):
     told = ranks(number).run(told_scores, folder, tables, predictor, ids, [14, 3, 1, 1])
     expected = expected_scores(source, mapped, predictor, ids)
     for wished, logits in told:
-        for layer, right in zip(wished, expected, strict=True):
+        for layer, first, right in zip(wished, told[0][0], expected, strict=True):
+            assert torch.equal(layer, first)
             assert np.abs(layer.numpy().astype(int) - right).max() <= 1
         assert torch.equal(logits, told[0][1])
     assert torch.allclose(told[0][1], reference_logits(source, ids), atol=1e-3)
@@ -319,7 +334,7 @@ def test_wide_vectors_pass_the_projection_that_was_recorded(width, into, seed):
         linear.EMBEDDING_WIDTH,
         linear.RECENT,
     )
-    recorded, used = linear.projection(width, into, seed), early.projection(width, into, seed)
+    recorded, used = linear.projection(width, into, seed), early.projection(width, into, seed, CPU)
     assert (recorded is None) == (used is None)
     assert recorded is None or np.array_equal(recorded, used.numpy())
 
@@ -373,3 +388,39 @@ def test_nothing_is_read_from_memory_that_an_exchange_uses_again(name, base):
     for by_mode in ranks(2).run(forward_reusing, folder, tables, SHUFFLED_MODES, ids):
         for mode, logits in by_mode.items():
             assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max())), mode
+
+
+def order_of_work(folder, tables, ids, predictor):
+    """What a forward does in turn: plans and attentions; and how many rows the early gate sees each time."""
+    from smoe_cli.runtime import shuffle
+    from smoe_cli.runtime.early import EarlyGate
+
+    told, seen = [], []
+    make, view = shuffle.make_plan, EarlyGate.view
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "make_plan", lambda *given: told.append("plan") or make(*given))
+        patch.setattr(
+            EarlyGate, "view", lambda gate, n, rows, *more: seen.append(len(rows)) or view(gate, n, rows, *more)
+        )
+        model = load(folder, Mode.SPECULATIVE, tables, predictor=predictor)
+        for layer in model.model.model.layers:
+            layer.self_attn.register_forward_pre_hook(lambda *_: told.append("attention"))
+        model.forward(ids[None])
+    return told, seen
+
+
+@pytest.mark.parametrize("predictor", ["markov", "linear"])
+def test_a_plan_is_begun_before_the_attention_beside_which_it_can_be_made(predictor, base):
+    folder = model_folder("tiny-mixtral", base)
+    tables = make_map(folder, 4, base) / "runtime.safetensors"
+    layers = reference(folder).config.num_hidden_layers
+    for rank, (told, seen) in enumerate(ranks(4).run(order_of_work, folder, tables, torch.arange(1, 11), predictor)):
+        assert told == ["plan", "attention"] * layers
+        slice_of_rank = [3, 3, 3, 1][rank]
+        assert seen == ([slice_of_rank] * layers if predictor == "linear" else [])
+
+
+def test_a_projection_is_made_for_a_device_once():
+    from smoe_cli.runtime.early import projection
+
+    assert projection(600, 512, 0, CPU) is projection(600, 512, 0, CPU)

@@ -11,16 +11,18 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from smoe_cli.runtime import barrier, combine, dispatch, launch, sag, srs  # noqa: E402
+from smoe_cli.runtime import barrier, combine, dispatch, launch, plan_kernel, sag, srs, weighing  # noqa: E402
 
 POINTERS = {
-    "*i64": ["bases"],
-    "*i32": ["token_of_place", "needs", "experts", "flags", "epochs", "failures"],
+    "*i64": ["bases", "index", "position"],
+    "*i32": ["token_of_place", "place_of_token", "needs", "experts", "flags", "epochs", "failures"],
     "*fp32": ["weights"],
-    "*u8": ["labels"],
+    "*u8": ["labels", "table"],
     "*bf16": ["partial", "residual", "weight", "summed", "normed", "staged", "rows", "parts", "mixed"],
+    "*i1": ["here"],
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names} | {"epsilon": "fp32", "timeout": "i64"}
+TYPES |= {"products": "*bf16", "total": "*bf16"}
 KERNELS = {
     "reduce_scatter": (srs.srs_kernel, {"RESIDUAL": False, "NORM": False}),
     "reduce_scatter_norm": (srs.srs_kernel, {"RESIDUAL": True, "NORM": True}),
@@ -30,9 +32,9 @@ KERNELS = {
 }
 
 
-def compiled(kernel, warps, constants):
+def compiled(kernel, warps, constants, types=TYPES, **options):
     names = [parameter.name for parameter in kernel.params]
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -41,7 +43,7 @@ def compiled(kernel, warps, constants):
             (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if signature[name].startswith("*")
         },
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 
 def resources(cubin, folder):
@@ -99,3 +101,32 @@ def test_nothing_is_spilt_and_registers_leave_room_for_the_block(built):
     _, _, used, form = built
     assert used["LOCAL"] == 0
     assert used["REG"] * form.warps * 32 <= 65_536
+
+
+@pytest.mark.parametrize(("hidden", "top_k"), [(5120, 6), (4096, 2)])
+def test_the_weighing_of_products_moves_sixteen_bytes_rounds_every_product_and_spills_nothing(hidden, top_k, tmp_path):
+    width = launch.tile_width(hidden, weighing.ELEMENTS)
+    shape = {"H": hidden, "W": width, "N": weighing.ELEMENTS // width, "K": top_k, "PROTOCOL": barrier.PTX.value}
+    code = compiled(weighing.weighing_kernel, weighing.WARPS, shape, enable_fp_fusion=False)
+    ptx = code.asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= top_k
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+    assert not re.search(r"(ld|st)\.global\.[a-z:.0-9]*[bu]16", ptx), "accesses two bytes wide"
+    assert not re.search(r"\bfma\.", ptx), "a product that is not rounded before it is added"
+    assert re.search(r"arith\.muli .*: tensor<\d+x1xi64>", code.asm["ttir"])
+    used = resources(code.asm["cubin"], tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] <= 64
+
+
+@pytest.mark.parametrize("block", [64, 1024])
+def test_the_plan_loads_a_row_of_scores_at_once_and_spills_nothing(block, tmp_path):
+    warps = plan_kernel.num_warps(block)
+    shape = {"RANKS": 8, "PADDED": 8, "EACH": block // (32 * warps), "THREADS": 32 * warps}
+    kernel = plan_kernel._plan_kernel
+    constants = shape | {"GATHER": True, "SPLIT": False}
+    code = compiled(kernel, warps, constants, TYPES | {"rows": "i32"}, enable_fp_fusion=True)
+    used = resources(code.asm["cubin"], tmp_path)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    assert used["REG"] <= 255
+    assert "ld.global.v2.b32" in code.asm["ptx"]

@@ -43,8 +43,7 @@ def generated(*arguments):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-mixtral"])
+@pytest.mark.parametrize(("name", "number"), [("tiny-deepseek", 2), ("tiny-deepseek", 4), ("tiny-mixtral", 2)])
 def test_64_greedy_tokens_are_those_of_one_process(name, number, base):
     source = model_folder(name, base)
     folder = make_checkpoint(source, number, base)

@@ -12,6 +12,7 @@ from smoe_cli.runtime.experts import TILE, LocalExperts, in_tiles
 from smoe_cli.runtime.layer import Mode
 from smoe_cli.runtime.plan import identity_plan
 from smoe_cli.runtime.slots import Slots, slot_bounds
+from smoe_profiles.errors import ImpossibleError
 from smoe_solvers.redundancy import serve
 from tests.runtime.layers import WIDTH, E, H, K, build_layer, in_one_place, noise, weights
 from tests.runtime.ranks import ranks
@@ -147,3 +148,37 @@ def test_experts_leave_rows_alone_that_are_not_theirs():
         assert torch.allclose(made[row], expected, atol=1e-5)
     assert TILE >= 8
     assert WIDTH % 8 == 0
+
+
+def test_a_rank_without_experts_makes_nothing_of_a_row():
+    nothing = LocalExperts(torch.empty(0, 0, 0), torch.empty(0, 0, 0), first_slot=3)
+    chosen, shares = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32), torch.ones(2, 2)
+    made = nothing(Received(torch.ones(2, H), chosen, shares, torch.full((2,), 15, dtype=torch.int32)), rank=3)
+    assert torch.equal(made, torch.zeros(2, H))
+
+
+def test_more_ranks_than_a_row_can_name_are_refused():
+    with pytest.raises(ImpossibleError, match="up to 32 ranks here, not on 33"):
+        Slots.identity(66, 33)
+    with pytest.raises(ImpossibleError, match="experts have copies and there are 11 ranks"):
+        Slots.of_map(torch.arange(33) % 22, 11)
+
+
+def attended(tokens):
+    """One layer with its attention and the three ways of coming by its plan, on this rank."""
+    from smoe_cli.runtime.bench import attended_layers
+    from smoe_cli.runtime.replay import Case, make_batch
+    from tests.runtime.test_replay import CPU, workload
+
+    exchange, case = CollectiveExchange(), Case("speculative", "placed", "oracle")
+    batch = make_batch(workload(), case, tokens, exchange.rank, CPU, torch.float32)
+    experts = LocalExperts(torch.ones(4, 16, 16), torch.ones(4, 16, 8), 4 * exchange.rank)
+    return {name: once() for name, once in attended_layers(batch, exchange, experts).items()}
+
+
+def test_a_layer_gives_the_same_rows_however_it_comes_by_its_plan():
+    for found in ranks(2).run(attended, 21):
+        assert found.keys() == {"free", "beside", "first"}
+        assert found["free"].shape == (21, 16)
+        assert torch.equal(found["beside"], found["free"])
+        assert torch.equal(found["first"], found["free"])

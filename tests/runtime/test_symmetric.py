@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.runtime.emulation import emulated, open_emulated
-from tests.runtime.exchange_checks import Inputs, check_all, sleepy
+from tests.runtime.exchange_checks import Inputs, check_all, same, sleepy
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,7 +23,8 @@ def all_operations(folder, dtype, tokens, hidden):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_ranks_sum_gather_dispatch_and_combine_as_the_reference(tmp_path, dtype):
-    emulated(2).run(all_operations, tmp_path, dtype, (1, 2, 33), 96)
+    sizes = (1, 2, 33) if dtype is torch.bfloat16 else (33,)
+    emulated(2).run(all_operations, tmp_path, dtype, sizes, 96)
 
 
 def test_four_ranks_do_with_fewer_tokens_than_ranks_and_with_uneven_ones(tmp_path):
@@ -78,9 +79,9 @@ def test_rows_that_go_in_steps_arrive_like_rows_that_go_at_once(tmp_path):
 
 def fresh_rounds(folder, protocol, rounds):
     """Rows that carry the round's number, with other ranks asleep. Returns the first round with a foreign row."""
-    exchange = open_emulated(folder, 4, dtype=torch.float32)
+    exchange = open_emulated(folder, 16, dtype=torch.float32)
     exchange.region = replace(exchange.region, protocol=protocol)
-    inputs = Inputs(exchange.num_ranks, 4, 96, 3, torch.float32, CPU, 0)
+    inputs = Inputs(exchange.num_ranks, 2 * exchange.num_ranks, 96, 3, torch.float32, CPU, 0)
     pause = sleepy(exchange.rank, 0.05)
     stale = None
     for number in range(1, rounds + 1):
@@ -179,6 +180,39 @@ def test_more_tokens_than_the_region_holds_are_refused_before_a_launch(tmp_path)
     assert "the exchange was opened for 4 tokens" in emulated(2).run(refusal, tmp_path)[0]
 
 
+def ill_fitting(folder):
+    """What an exchange says of tensors that are not as long as their plan."""
+    from smoe_cli.runtime.exchange import Norm
+    from smoe_profiles.errors import MachineError
+
+    exchange, said = open_emulated(folder, 6), []
+    inputs = Inputs(exchange.num_ranks, 5, 96, 3, torch.bfloat16, CPU, 0)
+    rows, plan, partial = inputs.rows[0], inputs.plan, inputs.partials[0]
+    for call in (
+        lambda: exchange.all_gather(rows[:2], plan),
+        lambda: exchange.all_gather(rows, plan, inputs.labels[0, :2]),
+        lambda: exchange.reduce_scatter(partial[:4], plan),
+        lambda: exchange.reduce_scatter(partial, plan, rows[:2]),
+        lambda: exchange.dispatch(replace(inputs.routed(0), rows=rows[:2])),
+        lambda: exchange.reduce_scatter(partial, plan, rows, Norm(inputs.norm.weight.float(), 1e-6)),
+        lambda: exchange.all_reduce(partial[:, :48]),
+    ):
+        with pytest.raises(MachineError) as told:
+            call()
+        said.append(str(told.value))
+    return said
+
+
+def test_rows_that_are_fewer_than_the_plan_says_are_refused_not_read_beyond_their_end(tmp_path):
+    for said in emulated(2).run(ill_fitting, tmp_path):
+        assert said[0] == said[4] == "The home rows are [2, 96] where [3, 96] must come."
+        assert [text.split(" are ")[0] for text in said[1:4]] == ["The labels", "The shares of sums", "The rows before"]
+        assert said[5] == "Weights of a norm are torch.float32, rows torch.bfloat16; give both one type."
+        assert said[6].startswith(
+            "Rows are torch.bfloat16 of 48 columns; the exchange was opened for torch.bfloat16 of 96"
+        )
+
+
 def marked_rows(folder):
     """One row is marked far up in a sparse file, where its number times H passes 2^31."""
     from tests.runtime.small_kernels import mark_row
@@ -212,3 +246,55 @@ def all_roundings():
 
 def test_the_interpreter_rounds_every_bf16_neighbour_as_torch_does():
     emulated(2).run(all_roundings)
+
+
+def weighed_alike():
+    """The weighing kernel beside plain torch: odd widths, one expert a row, rows with none, products that are NaN."""
+    from smoe_cli.runtime.experts import plain_sum
+    from smoe_cli.runtime.weighing import weighted_sum
+
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    cases = [(0, 2, 16, 4), (5, 1, 24, 3), (33, 6, 96, 50), (7, 3, 100, 20), (3, 2, 5120, 4), (4, 3, 16, 0)]
+    for (places, top_k, hidden, made), dtype in zip(cases, DTYPES * 2, strict=True):
+        products = torch.randn(made, hidden, generator=generator).to(dtype)
+        products[1:2] = torch.nan
+        position = torch.randint(0, max(made, 1), (places, top_k), generator=generator)
+        here = (torch.rand(places, top_k, generator=generator) < 0.6) & (position != 1) & (made > 0)
+        weights = torch.rand(top_k, places, generator=generator).T
+        same(weighted_sum(products, position, here, weights), plain_sum(products, position, here, weights), "weighed")
+
+
+def test_products_are_weighed_and_added_to_the_bits_of_plain_torch():
+    emulated(2).run(weighed_alike)
+
+
+PLANNED = [(8, 64, 256), (4, 64, 256), (2, 64, 256), (8, 5, 256), (4, 5, 9), (2, 1, 256), (3, 65, 4), (4, 1000, 256)]
+SEVERAL_CHUNKS = [(4, 0, 256), (8, 150, 256), (4, 90, 256)]
+"""Ranks, tokens, scores below; no tokens; the last in chunks that are small enough for the interpreter."""
+
+
+def planned_alike():
+    """The plan's kernel beside plain torch; each rank takes every second case."""
+    from smoe_cli.runtime import plan
+    from smoe_cli.runtime.plan_kernel import plan_rows
+
+    generator = torch.Generator().manual_seed(0)
+    for number, (count, tokens, high) in enumerate(PLANNED + SEVERAL_CHUNKS):
+        table = torch.randint(0, high, (200, count), generator=generator, dtype=torch.uint8)
+        index = torch.randint(0, 210, (tokens,), generator=generator)
+        index = index.to([torch.int64, torch.int32, torch.uint8][number % 3])
+        index = torch.stack([index, index + 1], dim=1)[:, 0]  # every second number in memory
+        if number % 2 != torch.distributed.get_rank():
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            if number >= len(PLANNED):
+                patch.setattr(plan, "chunk_rows", lambda _ranks: 8)
+            scores = table[index.long().clamp(max=199)]
+            plain = plan.plain_plan(scores, count)
+            for found in [plan_rows(table, index)] + [plan_rows(scores)] * (tokens < 6):
+                same(found.place_of_token, plain.place_of_token, f"places of {tokens} tokens on {count} ranks")
+                same(found.token_of_place, plain.token_of_place, f"tokens of {tokens} on {count} ranks")
+
+
+def test_the_plans_kernel_makes_the_plain_plan():
+    emulated(2).run(planned_alike)

@@ -16,7 +16,6 @@ from smoe_solvers.predictors import Context, LayerPredictors, MarkovTables, Toke
 RANKS, EXPERTS, TOP_K, VOCAB, TOKENS, FEATURES = 4, 16, 3, 50, 200, 9
 LAYERS = (2, 5, 7)
 EXACT = [Predictor.TOKEN, Predictor.MARKOV, Predictor.PAPER]
-FLOAT = [Predictor.EARLY_GATE, Predictor.LINEAR, Predictor.FUSED]
 
 
 def chance(generator, *shape):
@@ -72,7 +71,7 @@ def at_run_time(tables, index, context, predictor, early=None):
     return scores(tables, index, ids, *labels, early, tensor(context.features), predictor).numpy()
 
 
-@pytest.mark.parametrize("predictor", [*EXACT, *FLOAT, Predictor.SELECTED])
+@pytest.mark.parametrize("predictor", list(Predictor))
 @pytest.mark.parametrize("copies", [0, 4])
 def test_scores_are_those_of_the_solvers(tmp_path, predictor, copies):
     generator = np.random.default_rng(0)

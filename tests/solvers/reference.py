@@ -1,6 +1,6 @@
 """What the solvers claim, done slowly: loops, enumeration, and a Hungarian on replicated columns.
 
-Written from design 1 and 4 alone. Rows are tuples of expert ids, placements are lists of ranks.
+Written from docs/terms.md alone. Rows are tuples of expert ids, placements are lists of ranks.
 """
 
 from collections.abc import Iterator
@@ -215,7 +215,7 @@ def load_deviation(popularity, placement, ranks: int) -> Fraction:
 
 
 def ilp_objective(demand, kinds, placement, ranks: int, theta: float, top_k: int) -> float:
-    """The paper's programme for a placement, by trying every assignment of the rows (design 4.2)."""
+    """The paper's programme for a placement, by trying every assignment of the rows."""
     local = local_activations(demand, kinds, placement, ranks)
     tokens = len(kinds)
     best = np.inf

@@ -1,4 +1,4 @@
-"""Tokens to ranks: the exact assignment, its prices, the charged form, and the rule that is served (design 4.1)."""
+"""Tokens to ranks: the exact assignment, its prices, the charged form, and the rule that is served."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The figures of design 1 against loops over tokens, experts and ranks."""
+"""The figures of docs/terms.md against loops over tokens, experts and ranks."""
 
 from dataclasses import astuple
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""From logits known before attention to scores, and how scores are mixed and calibrated, against loops (design 4.1)."""
+"""From logits known before attention to scores, and how scores are mixed and calibrated, against loops."""
 
 import numpy as np
 import pytest

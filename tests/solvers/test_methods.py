@@ -24,7 +24,7 @@ from smoe_solvers.methods.programme import build_programme, checked, prove
 from smoe_solvers.methods.spectral import embedding, spectral
 from smoe_solvers.objectives import coactivation, score
 from smoe_solvers.problem import Weights, check_placement, group_mask
-from smoe_solvers.solve import solve
+from smoe_solvers.solve import SEARCHES, solve
 from tests.solvers.reference import balanced, clustered_rows, layer, placements, routings, swaps
 
 GOALS = [Goal.LAR, Goal.FANOUT, Goal.BLEND, Goal.ILP]
@@ -212,7 +212,7 @@ def answer(problem, placement, **claims):
 
 @pytest.mark.parametrize("placement", [[0, 0, 0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]])
 def test_a_solution_called_optimal_that_breaks_a_constraint_is_dropped(placement):
-    """HiGHS has called infeasible integer points optimal after presolve (F-48)."""
+    """HiGHS has called infeasible integer points optimal after presolve."""
     problem = clustered(Goal.FANOUT, 2, 8, allowed=group_mask(8, 2, 2))
     proof = checked(problem, answer(problem, placement))
     assert proof.placement is None
@@ -221,7 +221,7 @@ def test_a_solution_called_optimal_that_breaks_a_constraint_is_dropped(placement
 
 
 def test_an_optimum_that_is_not_what_it_claims_proves_nothing():
-    """The placement is legal, the claimed objective is another's: it may be used, but is no proof (F-48)."""
+    """The placement is legal, the claimed objective is another's: it may be used, but is no proof."""
     problem = clustered(Goal.FANOUT, 2, 8)
     counted = score(problem, problem.contiguous()).objective
     proof = checked(problem, answer(problem, problem.contiguous(), fun=counted - 0.01, mip_dual_bound=counted - 0.01))
@@ -232,7 +232,7 @@ def test_an_optimum_that_is_not_what_it_claims_proves_nothing():
 
 
 def test_an_incumbent_at_the_time_limit_is_used_and_a_missing_one_is_said():
-    """An incumbent must not be lost with the status, nor assumed where there is none (F-49)."""
+    """An incumbent must not be lost with the status, nor assumed where there is none."""
     problem = clustered(Goal.FANOUT, 2, 8)
     late = {"status": 1, "message": "Time limit reached. (HiGHS Status 13: Time limit reached)", "fun": 1.5}
     kept = checked(problem, answer(problem, [0, 1] * 4, **late, mip_dual_bound=1.2))
@@ -248,7 +248,7 @@ def test_an_incumbent_at_the_time_limit_is_used_and_a_missing_one_is_said():
 
 @pytest.mark.parametrize("goal", GOALS)
 def test_counts_of_any_size_build_the_same_programme(goal):
-    """Coefficients of many orders of magnitude make feasible models infeasible: counts enter as shares (F-50)."""
+    """Coefficients of many orders of magnitude make feasible models infeasible: counts enter as shares."""
     problem = clustered(goal, 2, 8, block=20, rows=40)
     million = 10**6
     large = replace(
@@ -271,7 +271,7 @@ def test_counts_of_any_size_build_the_same_programme(goal):
 
 # Every other method.
 
-OTHERS = [load, metis, mtkahypar, kmeans2d, spectral, alternating, ils, ce_plain]
+OTHERS = [method for name, method in SEARCHES.items() if name is not Method.CONTIGUOUS]
 
 
 @pytest.mark.parametrize("method", OTHERS)

@@ -1,4 +1,4 @@
-"""The objective of a placement against design 4.2 written as loops, goal by goal."""
+"""The objective of a placement against docs/terms.md written as loops, goal by goal."""
 
 import numpy as np
 import pytest

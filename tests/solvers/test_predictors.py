@@ -1,4 +1,4 @@
-"""Scores from token ids and from the labels of the layers before, against loops (design 4.1)."""
+"""Scores from token ids and from the labels of the layers before, against loops."""
 
 from fractions import Fraction
 

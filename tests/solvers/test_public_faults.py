@@ -15,7 +15,7 @@ from tests.solvers.reference import layer, placements
 @settings(max_examples=40, deadline=None)
 @given(first=placements(12, 4), second=placements(12, 4))
 def test_a_map_that_router_and_weights_read_differently_cannot_be_made(first, second):
-    """F-46: a round-robin map had no matching loader. Here slots, hosts and ranks are views of one array."""
+    """A round-robin map had no matching loader. Here slots, hosts and ranks are views of one array."""
     placed = Placement.of_ranks((3, 4), np.stack([first, second]), 4)
     for index, ranked in enumerate((first, second)):
         for slot, expert in enumerate(placed.physical_to_logical[index]):
@@ -25,7 +25,7 @@ def test_a_map_that_router_and_weights_read_differently_cannot_be_made(first, se
 
 @pytest.mark.parametrize("goal", [Goal.LAR, Goal.FANOUT, Goal.BLEND, Goal.ILP])
 def test_an_expert_without_tokens_is_given_none(goal):
-    """F-47: experts of no tokens were counted with one, and local numbers were taken for global ones."""
+    """Experts of no tokens were counted with one, and local numbers were taken for global ones."""
     rows = np.array([[8, 9], [9, 10], [8, 10]] * 40, np.uint16)
     problem = layer(goal, 3, 12, rows, block=60)
     assert problem.load[:8].tolist() == [0] * 8
@@ -39,14 +39,14 @@ def test_an_expert_without_tokens_is_given_none(goal):
 
 @pytest.mark.parametrize("goal", [Goal.LAR, Goal.FANOUT])
 def test_one_rank_serves_everything_at_home(goal):
-    """F-47, with one rank."""
+    """With one rank."""
     rows = np.array([[0, 1], [2, 3], [0, 3]], np.uint16)
     found = score(layer(goal, 1, 4, rows), np.zeros(4, np.int32))
     assert (found.lar, found.fanout, found.load_deviation) == (1.0, 1.0, 0.0)
 
 
 def test_equal_scores_go_by_position_and_the_same_way_every_time():
-    """F-51: ties were broken at random, so that two runs gave two files."""
+    """Ties were broken at random, so that two runs gave two files."""
     equal = np.full((12, 4), 7, np.uint8)
     assert assign_exact(equal, 3).tolist() == assign_exact(equal, 3).tolist()
     assert assign_rule(equal, 3).tolist() == assign_rule(equal, 3).tolist()

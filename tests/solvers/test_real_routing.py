@@ -53,7 +53,7 @@ def test_search_beats_40_metis_seeds_in_lar(rows, theta, lead):
     metis = min(score(problem, placement).objective for placement in seeds)
     reached = sorted(search(problem, Goal.LAR, seed).objective for seed in range(3))
     assert reached[-1] < metis - lead
-    assert reached[-1] - reached[0] < 0.003  # a tie among solver seeds (solver_study.md section 11)
+    assert reached[-1] - reached[0] < 0.003  # a tie among solver seeds
 
 
 @pytest.mark.parametrize("goal", [Goal.FANOUT, Goal.BLEND])
@@ -95,7 +95,7 @@ def test_what_half_the_sequences_teach_holds_for_the_others(sequences):
 @pytest.mark.parametrize("goal", [Goal.LAR, Goal.FANOUT, Goal.BLEND])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_search_reaches_the_best_of_all_placements_of_the_hottest_experts(goal, ranks, rows):
-    """Twelve hottest experts, rows with two of them or more, their first two (solver_study.md section 4)."""
+    """Twelve hottest experts, rows with two of them or more, their first two."""
     hottest = np.argsort(-popularity_of(rows, EXPERTS), kind="stable")[:12]
     number = {int(expert): i for i, expert in enumerate(np.sort(hottest))}
     hot = [[number[e] for e in row if e in number][:2] for row in rows.tolist()]

@@ -223,7 +223,7 @@ def check_slots(hosts, slots):
 @pytest.mark.parametrize("goal", [Goal.LAR, Goal.FANOUT, Goal.BLEND])
 @pytest.mark.parametrize(("experts", "ranks", "redundant"), [(12, 4, 1), (12, 4, 3), (13, 4, 1), (11, 3, 2), (8, 1, 0)])
 def test_every_slot_is_filled_every_expert_is_there_and_the_goal_is_never_worse(goal, experts, ranks, redundant):
-    """F-38: no expert is twice on a rank. Also where ranks cannot share the experts equally."""
+    """No expert is twice on a rank. Also where ranks cannot share the experts equally."""
     problem = problem_of(goal, experts, ranks, theta=0.0)
     start = problem.contiguous()
     inputs = problem.demand, problem.load, problem.sets, start

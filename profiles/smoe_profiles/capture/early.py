@@ -1,4 +1,4 @@
-"""The early gate: what each layer's router says of the layer's input, before attention (design 3).
+"""The early gate: what each layer's router says of the layer's input, before attention.
 
 Axes: T tokens of a forward, E experts, M candidates kept, H hidden, D features.
 """

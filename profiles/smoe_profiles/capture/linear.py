@@ -1,4 +1,4 @@
-"""What the `linear` predictor is fitted from: sums over the fit part, and a sample to judge it by (design 3).
+"""What the `linear` predictor is fitted from: sums over the fit part, and a sample to judge it by.
 
 Axes: n rows, P width of the router's input, Q of an embedding (both after projection), E experts, R recent tokens,
 D = P + E + R * Q + 1 features. A layer's features are what is known of a token before the layer's attention: the

@@ -1,4 +1,4 @@
-"""A model and its tokenizer as transformers loads them, from local files alone."""
+"""A model and its tokenizer as transformers loads them, from local files alone and without the code in them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,9 @@ import torch
 
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.models import Model
+
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Unless told, transformers asks on the terminal whether a folder's own code may run; it may not."""
 
 Encode = Callable[[Any], list[int]]
 """From a text, or a list of chat messages, to token ids."""
@@ -35,7 +38,7 @@ def load_tokenizer(model: Model, *, chat: bool = False) -> Encode:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model.local_folder(), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.local_folder(), **LOCAL)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{model.local_folder()} has no tokenizer transformers can load ({error}).") from error
     if chat:
@@ -76,7 +79,7 @@ def load_model(model: Model, options: LoadOptions) -> torch.nn.Module:
         placement["device_map"] = options.device_map
     try:
         loaded: torch.nn.Module = _auto_class(model).from_pretrained(
-            model.local_folder(), dtype=options.dtype, local_files_only=True, **placement
+            model.local_folder(), dtype=options.dtype, **LOCAL, **placement
         )
         if not placement:
             loaded = loaded.to(options.device)
@@ -108,6 +111,6 @@ def _auto_class(model: Model) -> Any:
         AutoModelForImageTextToText,
     )
 
-    config = type(AutoConfig.from_pretrained(model.local_folder(), local_files_only=True))
+    config = type(AutoConfig.from_pretrained(model.local_folder(), **LOCAL))
     with_images = config not in MODEL_FOR_CAUSAL_LM_MAPPING and config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM

@@ -15,6 +15,7 @@ from smoe_profiles.families.table import FAMILIES, REFUSED
 Config = dict[str, Any]
 
 ADD_A_FAMILY = "A new family is one row in smoe_profiles/families/table.py."
+MOST_LAYERS = 10_000
 TOKEN_HASH = "token hash"
 """The rule of a layer that looks its experts up by token id."""
 
@@ -23,7 +24,7 @@ TOKEN_HASH = "token hash"
 class MoeLayer:
     """One MoE layer: decoder layer `id`, `num_experts` routed experts of which a token uses `top_k`.
 
-    num_groups > 1 means a group-limited router whose groups a renumbering must keep whole (design 4.3);
+    num_groups > 1 means a group-limited router whose groups a renumbering must keep whole;
     a group rule that cannot change the choice counts as none.
     num_zero_experts: choices that compute nothing; their ids follow those of the experts.
     """
@@ -113,7 +114,10 @@ class _Reader:
         """Decoder layers, from their number or from a list or pattern with one entry each."""
         key = self.first(self.family.layers_keys)
         value = self.get(key)
-        return self.check(key, len(value) if isinstance(value, list | str) else value)
+        layers = self.check(key, len(value) if isinstance(value, list | str) else value)
+        if layers > MOST_LAYERS:
+            raise InputError(f"{self.where} has {key} = {layers}; at most {MOST_LAYERS} layers are possible.")
+        return layers
 
 
 def _all_layers(_read: _Reader, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Routing records of other programs, read into traces (design 3).
+"""Routing records of other programs, read into traces.
 
 A format file turns its files into `records.TokenRecords` or `records.CountRecords` and believes nothing it need not;
 `layers` finds which decoder layer each entry is, `records.check_rows` passes or rejects every row, `store` splits and

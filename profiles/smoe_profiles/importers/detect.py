@@ -1,5 +1,6 @@
 """Which program wrote a file, told by its content."""
 
+import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def read_records(paths: Sequence[Path], wanted: ImportFormat, options: ReadOptio
 
     Raises InputError for files of several formats, or one that is given twice, by itself or with its folder.
     """
-    places = [path.resolve() for path in paths]
+    places = [Path(os.path.realpath(path)) for path in paths]  # which a loop of links does not stop
     times = Counter(places)
     for path, place in zip(paths, places, strict=True):
         if not path.exists():

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_profiles.errors import InputError
+from smoe_profiles.unpacking import check_expansion
 
 NPY_MAGIC = b"\x93NUMPY"
 ZIP_MAGIC = b"PK\x03\x04"
@@ -75,7 +76,9 @@ class Archive(Mapping[str, Array]):
             raise InputError(f"{self.path} has no array {key!r}; it holds {', '.join(self._names) or 'nothing'}.")
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as file:
-                return read_npy(file, archive.getinfo(f"{key}.npy").file_size, f"{self.path}, array {key}")
+                member = archive.getinfo(f"{key}.npy")
+                check_expansion(f"{self.path}, array {key}", member.compress_size, member.file_size)
+                return read_npy(file, member.file_size, f"{self.path}, array {key}")
         except READ_ERRORS as error:
             raise InputError(f"{self.path}: array {key} cannot be read ({error}).") from error
 
@@ -166,6 +169,8 @@ def load_torch(path: Path) -> Any:
 
 def _check_sums(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            check_expansion(f"{path}, {member.filename}", member.compress_size, member.file_size)
         damaged = archive.testzip()
     if damaged is not None:
         raise InputError(f"{path} is damaged: {damaged} does not match its checksum.")

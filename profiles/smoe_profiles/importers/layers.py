@@ -122,7 +122,7 @@ def _first_use(records: Records, entry: int) -> str:
 
 
 def _check_id_type(records: Records, layer: TraceLayer, entry: int, where: str) -> None:
-    """Ids that wrapped in a narrow type cannot be told from others: refuse a type that is too narrow (F-26)."""
+    """Ids that wrapped in a narrow type cannot be told from others: refuse a type that is too narrow."""
     total = layer.num_experts + layer.num_zero
     if total > MAX_EXPERTS:
         raise InputError(f"{where} has {total} experts in layer {layer.id}; a trace can name {MAX_EXPERTS}.")

@@ -112,6 +112,8 @@ def _piece(archive: Archive, options: ReadOptions, source: int) -> Piece:
     key = options.ids or "ids"
     where = str(archive.path)
     raw = whole_numbers(archive[key], f"{where}, {key}")
+    if not raw.size:
+        raise InputError(f"{where}: {key} has shape {list(raw.shape)}; it holds no rows of routing.")
     axes = _axis_names(options.axes, raw, f"{where}, {key}")
     ids, batches = _arranged(raw, axes)
     rows = ids.shape[1]
@@ -123,6 +125,9 @@ def _piece(archive: Archive, options: ReadOptions, source: int) -> Piece:
     phase = position = None
     batch, prompts = (_flat(archive, None, key, None) for key in ("batch_size", "prompt_len"))
     if lengths is None and batch is not None and prompts is not None:
+        for name, found in (("batch_size", batch), ("prompt_len", prompts)):
+            if not 0 <= found.min(initial=0) <= found.max(initial=0) <= rows:
+                raise InputError(f"{where} has {name} from {found.min()} to {found.max()}, but {rows} rows.")
         lengths, phase = logger_batches(batch, prompts)
     first = _flat(archive, None, "first_pos", None)
     if first is not None and lengths is not None and first.shape == lengths.shape and lengths.sum() == rows:

@@ -23,7 +23,7 @@ PREFILL, DECODE = 0, 1
 """Indices into smoe_profiles.trace.PHASES."""
 
 CONSTANT_ROWS = 8
-"""A sequence of at least so many rows, all equal, was not routed: one step of a split server gives zeros (F-24).
+"""A sequence of at least so many rows, all equal, was not routed: one step of a split server gives zeros.
 
 A shorter one may be a token said again and again. Of 88,000 recorded rows of four models at most 6 neighbours are equal
 in every layer (one layer recorded), and in three layers or more at most 2; within one layer of many it goes up to 14.
@@ -253,8 +253,9 @@ def _check_piece(piece: Piece, first: Piece, facts: Facts) -> None:
         raise InputError(
             f"{piece.where} has positions {piece.position.min()} to {piece.position.max()}; 0 to 2^32 - 1 is possible."
         )
-    if piece.seq_len is not None and piece.seq_len.min(initial=0) < 0:
-        raise InputError(f"{piece.where} has a sequence of {piece.seq_len.min()} tokens.")
+    if piece.seq_len is not None and not 0 <= piece.seq_len.min(initial=0) <= piece.seq_len.max(initial=0) <= rows:
+        longest = piece.seq_len.min() if piece.seq_len.min() < 0 else piece.seq_len.max()
+        raise InputError(f"{piece.where} has a sequence of {longest} tokens, and {rows} rows.")
     if piece.seq_len is not None and piece.seq_len.sum() != rows:
         raise InputError(f"{piece.where} has {rows} rows, but its sequences have {piece.seq_len.sum()}.")
     if piece.weights is not None:

@@ -43,13 +43,13 @@ def _pieces(content: Any, where: str, source: int) -> Iterator[Piece]:
     if routed.ndim == 3:
         yield Piece(np.moveaxis(routed, 1, 0), where, source)
         return
-    if routed.ndim != 4:
+    if routed.ndim != 4 or not routed.size:
         raise InputError(f"{where} has shape {list(routed.shape)}; [batch, token, layer, slot] was expected.")
     yield from _batch(routed, table, where, source)
 
 
 def _of_list(content: Sequence[Any], where: str, source: int) -> Piece:
-    """One [token, slot] for each MoE layer. Raises InputError if they differ: lists of several runs (F-29)."""
+    """One [token, slot] for each MoE layer. Raises InputError if they differ: lists of several runs."""
     layers = [tensor(entry, f"{where}, router {index}", 2) for index, entry in enumerate(content)]
     shapes = {layer.shape for layer in layers}
     if len(shapes) != 1:

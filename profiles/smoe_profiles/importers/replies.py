@@ -163,7 +163,7 @@ def _piece(reply: Reply, source: int, model: Model | None) -> Piece:
 
 
 def _start(reply: Reply, rows: int, prompt_len: int | None, output_len: int | None) -> int | None:
-    """The position of the first row: as said, or such that the rows end before the last token (F-22, F-25).
+    """The position of the first row: as said, or such that the rows end before the last token.
 
     None where it is neither said nor follows. Raises InputError if rows and tokens do not match.
     """

@@ -77,7 +77,7 @@ def _stat(dumps: Sequence[Any], paths: Sequence[Path]) -> Records:
     for dump, path in zip(dumps, paths, strict=True):
         where = f"{path}, logical_count"
         steps = counts(tensor(dump["logical_count"], where), where)
-        if steps.ndim not in (2, 3):
+        if steps.ndim not in (2, 3) or not steps.size:
             raise InputError(f"{path} has logical_count {list(steps.shape)}; [step, layer, expert] was expected.")
         tables.append(steps.reshape(-1, *steps.shape[-2:]).sum(axis=0))
         if tables[0].shape != tables[-1].shape:

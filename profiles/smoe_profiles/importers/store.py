@@ -1,4 +1,4 @@
-"""From checked records to the content of a trace: rows of level `token`, or counts of a lower level (design 3).
+"""From checked records to the content of a trace: rows of level `token`, or counts of a lower level.
 
 Axes: N rows of a file, of which M are sound, K experts a token.
 """
@@ -33,7 +33,7 @@ from smoe_profiles.trace import UNKNOWN_TOKEN, Rows, TraceLayer
 from smoe_profiles.trace_writer import ROW_GROUP, TraceWriter, sort_by_weight
 
 MAX_REJECTED = 0.001
-"""An import that rejects a larger share of its rows fails: the dump is not what it is taken for (F-23, F-25)."""
+"""An import that rejects a larger share of its rows fails: the dump is not what it is taken for."""
 
 DECODE_ROWS = 64
 """Decode passes carry no request ids: they are split by runs of at least so many rows, not token by token."""

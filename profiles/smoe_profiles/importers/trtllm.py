@@ -164,12 +164,12 @@ def _raw(dumps: Sequence[_Dump]) -> Records:
     for dump in dumps:
         seen: set[str] = set()
         for path, source in dump.ranks.items():
+            table = _table(path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             if digest in seen:
                 copies.append(path.name)
                 continue
             seen.add(digest)
-            table = _table(path)
             layers = _same_layers(layers, table, path)
             pieces += [_piece(table, step, layers, path, source) for step in sorted({key[0] for key in table})]
     notes = (f"{', '.join(copies)} repeat another rank's tokens and are left out",) if copies else ()

@@ -1,4 +1,4 @@
-"""How far a token id alone tells its experts (paper.md 5: kurtosis, hotness, hottest-K F1).
+"""How far a token id alone tells its experts (kurtosis, hotness, hottest-K F1, as in arXiv 2503.04398).
 
 Axes: U token ids, E experts, K experts a token, n rows. Tables are counts of (token id, expert), [U, E] sparse.
 """

@@ -1,4 +1,4 @@
-"""Signs that a trace was recorded or imported wrongly: patterns that no router makes (faults F-13, F-14, F-23, F-24).
+"""Signs that a trace was recorded or imported wrongly: patterns that no router makes.
 
 Axes: n rows of a row group, W ids a row, E experts. Everything is kept as counters, so that a layer costs the same
 memory whatever its rows.

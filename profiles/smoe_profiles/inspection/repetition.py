@@ -1,4 +1,4 @@
-"""Rows that repeat each other although their tokens change (faults F-2, F-24), told from what chance makes of them.
+"""Rows that repeat each other although their tokens change, told from what chance makes of them.
 
 Axes: n rows of a row group, W ids a row, S sequences. Thresholds leave room for real routing: the longest run of equal
 rows over changing tokens in public traces is 14 (gpt-oss-20b, 34k decode rows).

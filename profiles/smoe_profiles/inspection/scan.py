@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from smoe_profiles.errors import InputError
+from smoe_profiles.parquet import open_parquet, readable
 from smoe_profiles.split import PARTS
 from smoe_profiles.trace import Trace, TraceLayer, to_numpy
 
@@ -81,17 +81,13 @@ class Scan:
         first = 0
         for name in self._files:
             path = self.trace.artefact.path / name
-            try:
-                file = pq.ParquetFile(path, page_checksum_verification=True)
-                missing = set(columns) - set(file.schema_arrow.names)
-                if missing:
-                    raise InputError(f"{path} has no column {min(missing)}; the trace is incomplete.")
-                for group in range(file.num_row_groups):
+            file = open_parquet(path, columns)
+            for group in range(file.num_row_groups):
+                with readable(path):
                     table = file.read_row_group(group, columns=columns)
-                    yield name, self._facts(table, first), table[column] if column else None
-                    first += len(table)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise InputError(f"{path} cannot be read as a trace ({error}).") from error
+                    facts = self._facts(table, first)
+                yield name, facts, table[column] if column else None
+                first += len(table)
 
     def _facts(self, table: pa.Table, first: int) -> Facts:
         parts = list(PARTS)

@@ -1,4 +1,4 @@
-"""The later paper's loop over requests and experts (paper.md section 3).
+"""The loop over requests and experts of the later paper, Semantic Parallelism (arXiv 2503.04398 v4).
 
 What stands for what: a request is a kind of row of the problem (a token id with its table row, or an expert set), its
 length the number of rows of that kind, its expert affinity the kind's demand. Every term of a score is a share, so

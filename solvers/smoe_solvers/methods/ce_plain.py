@@ -1,9 +1,9 @@
-"""The first paper's two stages, plain: Cross-Entropy over experts, then tokens (paper.md section 3).
+"""The first paper's two stages, plain: Cross-Entropy over experts, then tokens (arXiv 2503.04398).
 
 Stage one draws every expert's rank on its own from a matrix P[E, G] that starts uniform, makes the ranks equal by the
 least probable moves, and moves P to the mean of the elite. Stage two, the tokens, needs no sampling: with experts
 fixed their best assignment is exact (`score`), which can only help. The paper gives no population, elite share,
-smoothing or stop; these are the ones of solver_study.md section 3 with a population that its time allows. No seeds,
+smoothing or stop; these are the usual ones, with a population that its time allows. No seeds,
 no relabelling, no polish: those are what `cross_entropy` adds.
 """
 

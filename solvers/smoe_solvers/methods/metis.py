@@ -1,7 +1,7 @@
 """METIS on the co-activation graph, the strongest published baseline when its seeds are real.
 
 Recursive bisection, ufactor 1, and the node order permuted by each seed: METIS otherwise gives one answer whatever its
-seed (solver_study.md section 0). Parts it leaves unequal are repaired by the cheapest moves.
+seed. Parts it leaves unequal are repaired by the cheapest moves.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Mt-KaHyPar on the hypergraph of expert sets: its km1 is the summed fan-out less one a row (solver_study.md 12).
+"""Mt-KaHyPar on the hypergraph of expert sets: its km1 is the summed fan-out less one a row.
 
 Deterministic preset, one thread, no imbalance; the node order is permuted by each seed, as for METIS.
 """

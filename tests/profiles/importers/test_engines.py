@@ -1,4 +1,4 @@
-"""One small file of every engine, written by hand, and what becomes of it (research notes: engines.md 1)."""
+"""One small file of every engine, written by hand, and what becomes of it."""
 
 import base64
 import io
@@ -222,7 +222,7 @@ def base64_npy(array):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_rows_of_a_reply_belong_to_its_tokens_from_the_start_and_the_last_has_none(tmp_path):  # F-22
+def test_rows_of_a_reply_belong_to_its_tokens_from_the_start_and_the_last_has_none(tmp_path):
     tokens = list(range(50, 60))
     routed = routing(9)
     reply = {
@@ -256,14 +256,14 @@ def replied(path, rows, **facts):
         (9, {"start": 2**32}, "= 4294967296; a whole number was expected"),
     ],
 )
-def test_rows_that_no_tokens_could_give_are_an_error_and_never_a_shift(rows, facts, message, tmp_path):  # F-22
+def test_rows_that_no_tokens_could_give_are_an_error_and_never_a_shift(rows, facts, message, tmp_path):
     path = replied(tmp_path / "reply.json", rows, input_ids=list(range(6)), output_ids=[1, 2, 3, 4], **facts)
     with pytest.raises(InputError, match=rf"reply\.json, reply 0 has .*{message}"):
         read([path])
 
 
 @pytest.mark.parametrize("said", [{}, {"routed_experts_start_len": 16}])
-def test_a_reply_after_a_prefix_cache_hit_starts_where_it_says_or_its_rows_end(said, tmp_path):  # F-25
+def test_a_reply_after_a_prefix_cache_hit_starts_where_it_says_or_its_rows_end(said, tmp_path):
     path = replied(tmp_path / "reply.json", 15, prompt_token_ids=list(range(30)), token_ids=[7, 8], **said)
     found = store(tmp_path, [path], options(MIXTRAL), HELD)
     rows = columns(found.trace, "token_id", "phase")
@@ -284,7 +284,7 @@ def test_a_reply_after_a_prefix_cache_hit_starts_where_it_says_or_its_rows_end(s
         ({}, None, [-1] * 9),
     ],
 )
-def test_tokens_are_placed_by_what_is_known_and_positions_not_known_are_said(facts, first, token_id, tmp_path):  # F-25
+def test_tokens_are_placed_by_what_is_known_and_positions_not_known_are_said(facts, first, token_id, tmp_path):
     found = read([replied(tmp_path / "reply.json", 9, **facts)])
     assert found.position.tolist() == list(range(first or 0, (first or 0) + 9))
     assert found.token_id.tolist() == [UNKNOWN_TOKEN if token == -1 else token for token in token_id]
@@ -424,7 +424,7 @@ def test_a_list_of_megatrons_routers_is_one_layer_each(tmp_path):
     assert columns(found.trace, "experts_01").experts_01.tolist() == sets(routed[:, 1])
 
 
-def test_routers_of_another_pipeline_stage_in_the_list_are_noticed(tmp_path):  # F-29
+def test_routers_of_another_pipeline_stage_in_the_list_are_noticed(tmp_path):
     routed = torch.from_numpy(routing(20))
     torch.save([routed[:, 0], routed[:, 1], routed[:, 2], routed[:7, 0]], tmp_path / "mixed.pt")
     with pytest.raises(InputError, match="routers of 2 shapes"):

@@ -81,7 +81,7 @@ def test_constant_sequences_are_those_a_slow_loop_finds(sequences):
     assert constant_sequences([rows], lengths).tolist() == wanted
 
 
-def test_a_row_of_minus_ones_is_padding_and_a_partly_negative_one_is_rejected_with_its_position():  # F-21
+def test_a_row_of_minus_ones_is_padding_and_a_partly_negative_one_is_rejected_with_its_position():
     ids = sound_ids(3000)
     ids[:, 7] = -1
     assert judged(ids).padding == 1
@@ -93,21 +93,21 @@ def test_a_row_of_minus_ones_is_padding_and_a_partly_negative_one_is_rejected_wi
     assert found.rejected[Fault.PARTLY_NEGATIVE].first == f"row 9 of dump.bin, layer 5: {ids[1, 9].tolist()}"
 
 
-def test_a_row_that_is_minus_one_in_one_layer_only_is_no_padding():  # F-21
+def test_a_row_that_is_minus_one_in_one_layer_only_is_no_padding():
     ids = sound_ids(3000)
     ids[0, 4] = -1
     assert judged(ids).rejected[Fault.PARTLY_NEGATIVE].rows == 1
 
 
 @pytest.mark.parametrize("rows", [slice(0, 20), slice(-20, None)], ids=["first rows", "tail"])
-def test_zero_filled_rows_are_not_expert_zero(rows):  # F-23
+def test_zero_filled_rows_are_not_expert_zero(rows):
     ids = sound_ids(200)
     ids[:, rows] = 0
     with pytest.raises(InputError, match=r"20 of 200 rows are rejected.*zero-filled: 20 \(first: row"):
         judged(ids)
 
 
-def test_a_sequence_whose_rows_are_all_equal_was_not_routed():  # F-24
+def test_a_sequence_whose_rows_are_all_equal_was_not_routed():
     ids = sound_ids(30_000)
     ids[:, 100 : 100 + CONSTANT_ROWS] = [[[3, 1]], [[2, 4]]]
     lengths = np.array([100, CONSTANT_ROWS, 30_000 - 100 - CONSTANT_ROWS])
@@ -116,7 +116,7 @@ def test_a_sequence_whose_rows_are_all_equal_was_not_routed():  # F-24
     assert not set(found.rows) & set(range(100, 100 + CONSTANT_ROWS))
 
 
-def test_zeros_of_a_split_server_are_found_where_a_token_has_one_expert():  # F-24
+def test_zeros_of_a_split_server_are_found_where_a_token_has_one_expert():
     ids = np.zeros((1, 40, 1), np.int64)
     with pytest.raises(InputError, match="sequence of equal rows: 40"):
         judged(ids, facts=Facts(LayerAxis.NUMBERED, (0,), num_experts=4))
@@ -128,7 +128,7 @@ def test_a_layer_in_which_every_expert_is_chosen_has_equal_rows():
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [(np.uint8, 256), (np.uint16, 257), (np.uint16, 512)])
-def test_the_largest_id_of_a_narrow_type_is_an_expert(dtype, experts):  # F-26
+def test_the_largest_id_of_a_narrow_type_is_an_expert(dtype, experts):
     ids = np.array([[[experts - 1, 0], [1, 2]]], dtype)
     found = records(ids, facts=Facts(LayerAxis.NUMBERED, (0,), num_experts=experts))
     layers = choose_layers(found, None, "dump.bin")
@@ -136,13 +136,13 @@ def test_the_largest_id_of_a_narrow_type_is_an_expert(dtype, experts):  # F-26
     assert layers.layers[0].num_experts == experts
 
 
-def test_ids_that_must_have_wrapped_in_a_narrow_type_are_refused():  # F-26
+def test_ids_that_must_have_wrapped_in_a_narrow_type_are_refused():
     found = records(np.array([[[255, 0]]], np.uint8), facts=Facts(LayerAxis.NUMBERED, (0,), num_experts=257))
     with pytest.raises(InputError, match="uint8, which cannot name the 257 experts of layer 0"):
         choose_layers(found, None, "dump.bin")
 
 
-def test_a_huge_unsigned_id_is_out_of_range_and_no_minus_one():  # F-27
+def test_a_huge_unsigned_id_is_out_of_range_and_no_minus_one():
     ids = sound_ids(3000).astype(np.uint64)
     ids[:, 8] = 2**64 - 1
     found = judged(ids)
@@ -150,7 +150,7 @@ def test_a_huge_unsigned_id_is_out_of_range_and_no_minus_one():  # F-27
     assert found.rejected[Fault.OUT_OF_RANGE].rows == 1
 
 
-def test_pieces_of_different_types_are_widened_before_they_are_joined():  # F-28
+def test_pieces_of_different_types_are_widened_before_they_are_joined():
     pieces = [
         Piece(np.array([[[255, 3]]], np.uint8), "turn 1"),
         Piece(np.array([[[-1, -1]]], np.int8), "turn 2"),
@@ -176,7 +176,7 @@ def test_padding_does_not_count_as_rejected_and_nothing_else_is_no_import():
         judged(np.full((2, 50, 2), -1))
 
 
-def test_positions_keep_their_gaps_where_rows_are_left_out():  # F-25
+def test_positions_keep_their_gaps_where_rows_are_left_out():
     ids = sound_ids(10)
     ids[:, 3:5] = -1
     found = records(ids, position=np.arange(10) + 16)
