@@ -19,7 +19,6 @@ from smoe_cli.breakdown import CEILINGS, ORACLE, row_facts
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_cli.evaluation import LayerRun, held_out, walk_layers
-from smoe_cli.hardware import WIDTH_KEYS
 from smoe_cli.placement import layer_predictors, read_placement, read_runtime
 from smoe_cli.request_routing import held_out_requests
 from smoe_cli.runtime.replay import default_cases
@@ -28,7 +27,6 @@ from smoe_profiles.artefact import Artefact
 from smoe_profiles.errors import InputError, MachineError, SmoeError
 from smoe_profiles.models import find_model
 from smoe_profiles.tables import Tables
-from smoe_profiles.tensors import read_json
 from smoe_profiles.trace import Trace, TraceLayer
 from smoe_solvers.choices import Predictor
 from smoe_solvers.predictors import TokenChoice
@@ -173,9 +171,9 @@ def _model_sizes(trace: Trace, wanted: tuple[int | None, int | None]) -> tuple[i
     if None not in wanted:
         return wanted[0] or 0, wanted[1] or 0
     try:
-        model = find_model(str(trace.artefact.run().get("model")), download=False)
-        config = read_json(model.local_folder() / "config.json")
-        width = next(int(config[key]) for key in WIDTH_KEYS if config.get(key))
-    except (SmoeError, StopIteration, ValueError) as error:
+        spec = find_model(str(trace.artefact.run().get("model")), download=False).spec
+    except SmoeError as error:
         raise UsageError(f"the model of {trace.artefact.path} is not here; give --hidden and --width.") from error
-    return model.spec.hidden_size, width
+    if not spec.expert_width:
+        raise UsageError(f"the model of {trace.artefact.path} does not say how wide an expert is; give --width.")
+    return spec.hidden_size, spec.expert_width

@@ -25,7 +25,6 @@ from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError, SmoeError
 from smoe_profiles.importers.files import load_npy
 from smoe_profiles.models import find_model, same_model
-from smoe_profiles.tensors import read_json
 from smoe_solvers.choices import Mode
 from smoe_solvers.hierarchy import Links
 from smoe_solvers.layer_time import Curve, LayerCost, Stage
@@ -34,9 +33,6 @@ FORMAT, FORMAT_VERSION = "smoe-hardware", 1
 SHIPPED = ("nvlink-h200", "pcie", "ethernet")
 ELEMENT_BYTES = 2
 """Rows travel as bf16."""
-
-WIDTH_KEYS = ("moe_intermediate_size", "expert_intermediate_size", "ffn_hidden_size", "intermediate_size")
-"""Where a config names the width of one expert, the most particular first."""
 
 MATRICES = 3
 """An expert of the usual gated form: gate, up, down; each costs 2 H x width FLOP a row."""
@@ -135,11 +131,10 @@ def layer_shape(tables: Artefact, folder: Path) -> LayerShape | None:
     try:
         if not same_model(open_artefact(folder / TRACE, TRACE).model, tables.model):
             return None
-        model = find_model(trace_model_name(folder), download=False)
-        width = _width(read_json(model.local_folder() / "config.json"))
+        spec = find_model(trace_model_name(folder), download=False).spec
     except SmoeError:
         return None
-    return LayerShape(model.spec.hidden_size, width) if width else None
+    return LayerShape(spec.hidden_size, spec.expert_width) if spec.expert_width else None
 
 
 def find_cost(
@@ -153,16 +148,9 @@ def find_cost(
     if needed and shape is None:
         raise InputError(
             f"{tables.path}: a layer's time needs the model's hidden size and the width of an expert, and its "
-            "config.json is not at hand; name the model's folder to smoe profile or smoe import (--model)."
+            "config is not at hand; name the model to smoe profile or smoe import (--model: a short name or a folder)."
         )
     return hardware.layer_cost(mode, num_ranks, shape) if shape else None
-
-
-def _width(config: dict[str, Any]) -> int:
-    """The first of WIDTH_KEYS in a config or the settings nested in it; 0 where there is none."""
-    places = [config, *(value for value in config.values() if isinstance(value, dict))]
-    found = (place[key] for key in WIDTH_KEYS for place in places if isinstance(place.get(key), int))
-    return next(found, 0)
 
 
 def read_rank_cost(path: Path, num_ranks: int) -> tuple[tuple[float, ...], ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
-from smoe_profiles.artefact import publish
+from smoe_profiles.artefact import check_unchanged, file_stamp, publish
 from smoe_profiles.choices import ImportFormat
 from smoe_profiles.importers.detect import read_records
 from smoe_profiles.importers.layers import Chosen, choose_layers
@@ -48,7 +48,10 @@ def name_files(files: list[Path], sources: list[str]) -> list[str]:
 def import_trace(plan: ImportPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
     """Read, check and publish trace/. Everything that can be refused is refused before anything is written."""
     console.note(f"reading {_first_of(plan.files)}")
+    files = [path for given in plan.files for path in (given.iterdir() if given.is_dir() else [given])]
+    stamps = {path: file_stamp(path) for path in files if path.is_file()}
     kind, records = read_records(plan.files, plan.format, plan.options)
+    check_unchanged(stamps)
     named = [name for name in ARCHIVE_OPTIONS if getattr(plan.options, name)]
     if named and kind is not ImportFormat.NPZ:
         raise UsageError(f"--{named[0].replace('_', '-')} is for NumPy archives; {plan.files[0]} is of format {kind}.")

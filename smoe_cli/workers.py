@@ -9,9 +9,10 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from smoe_cli.errors import UsageError
 from smoe_profiles.errors import MachineError
-from smoe_profiles.workers import RETRIES, LocalWorkers, Result, Task, Workers
+from smoe_profiles.workers import RETRIES, LocalWorkers, Result, Task, Workers, run_in
 
 CONNECT_SECONDS = 10
 ANSWER_SECONDS = 60
@@ -75,7 +76,8 @@ class RayWorkers:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        remote = ray.remote(num_cpus=1, max_retries=0)(_as_here)
+        name = f"smoe:{function.__name__.strip('_')}"  # in Ray's dashboard, and as the process' title
+        remote = ray.remote(num_cpus=1, max_retries=0, name=name)(run_in)
         waiting, running = deque(range(len(tasks))), dict[Any, int]()
         losses, found = Counter[int](), dict[int, Result]()
         try:
@@ -129,7 +131,7 @@ class RayWorkers:
                     )
 
     def everywhere(self, check: Callable[..., None], *arguments: Any) -> None:
-        for _ in self._on_every_node(_as_here, str(Path.cwd()), check, arguments):
+        for _ in self._on_every_node(run_in, str(Path.cwd()), check, arguments):
             pass
 
     def _on_every_node(self, function: Callable[..., Result], *arguments: Any) -> Iterator[tuple[str, Result]]:
@@ -169,7 +171,8 @@ def _connection(address: str) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, on_term)  # Ray's own would end this process with nothing cleaned up
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # Ray prints what befalls its workers; stdout is the command's answer
+            yield
     finally:
         ray.shutdown()
 
@@ -195,13 +198,6 @@ def _cancel(references: list[Any]) -> None:
         ray.cancel(reference, force=True)
     if references:
         ray.wait(references, num_returns=len(references), timeout=CONNECT_SECONDS)
-
-
-def _as_here(folder: str, function: Callable[..., Result], task: Task) -> Result:
-    """Run a task in this machine's working folder, where the node has it: relative paths mean the same there."""
-    with suppress(OSError):
-        os.chdir(folder)
-    return function(*task)
 
 
 def _make_probe() -> Callable[[], dict[str, str]]:

@@ -47,13 +47,15 @@ def _unseen(_bytes: int) -> None:
 class Artefact:
     """A published folder, as it was when opened.
 
-    record: where manifest.json lies, the folder itself or its `smoe/`; id: the manifest's sha256.
+    record: where manifest.json lies, the folder itself or its `smoe/`; id: the manifest's sha256. stamps: of its files,
+    when it was opened.
     """
 
     path: Path
     record: Path
     manifest: dict[str, Any]
     id: str
+    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def kind(self) -> str:
@@ -124,7 +126,8 @@ def open_artefact(path: Path, kind: str, *, hashes: bool = False, progress: Prog
     identity = file_hash(record / "manifest.json")
     for name, facts in manifest["files"].items():
         _check_file(path, name, facts, hashes, progress)
-    return Artefact(path, record, manifest, identity)
+    inputs = [record / "manifest.json", *(path / name for name in manifest["files"])]
+    return Artefact(path, record, manifest, identity, {path: file_stamp(path) for path in inputs})
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
@@ -170,6 +173,19 @@ def _check_file(folder: Path, name: str, facts: dict[str, Any], hashes: bool, pr
         raise InputError(f"{path} does not have the contents its manifest says. Make the artefact again.")
 
 
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """What a file's size, time and place on disk are; equal stamps mean that nobody wrote or replaced it."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def check_unchanged(stamps: dict[Path, tuple[int, ...]]) -> None:
+    """Raises InputError if a file is not as it was when it was stamped: what was read of it may be of two versions."""
+    for path, stamp in stamps.items():
+        if not path.exists() or file_stamp(path) != stamp:
+            raise InputError(f"{path} was changed or replaced while it was read; run the command again.")
+
+
 def require_parent(child: Artefact, parent: Artefact) -> None:
     """Check that `child` was made from `parent`; InputError names both sides."""
     if child.parent_id(parent.kind) != parent.id:
@@ -189,6 +205,8 @@ def check_target(target: Path, *, force: bool) -> None:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{parent} cannot be made: {error.strerror}.") from error
+    if any("\ud800" <= letter <= "\udfff" for letter in str(parent)):
+        raise MachineError(f"{parent} is not named in UTF-8, as the Parquet library needs it; choose another -C.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise MachineError(f"{parent} is not writable.")
 
@@ -223,6 +241,8 @@ def publish(
         draft = Draft(staging, staging / record, dict(parameters))
         draft.record.mkdir(exist_ok=True)
         yield draft
+        for parent in parents:
+            check_unchanged(parent.stamps)
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,

@@ -34,23 +34,26 @@ class ShortName:
     config: dict[str, Any]
 
 
-def _config(model_type: str, sizes: tuple[int, int, int], experts: int, top_k: int, **more: Any) -> dict[str, Any]:
-    """A config as published. sizes: hidden size, decoder layers, vocabulary."""
+def _config(
+    model_type: str, sizes: tuple[int, int, int], experts: int, top_k: int, width: int, **more: Any
+) -> dict[str, Any]:
+    """A config as published. sizes: hidden size, decoder layers, vocabulary; width: of one expert."""
     family = FAMILIES[model_type]
     keys = (family.hidden_key, family.layers_keys[0], "vocab_size", family.experts_keys[0], family.top_k_keys[0])
-    return {"model_type": model_type} | dict(zip(keys, (*sizes, experts, top_k), strict=True)) | more
+    found = dict(zip(keys, (*sizes, experts, top_k), strict=True))
+    return {"model_type": model_type, "moe_intermediate_size": width} | found | more
 
 
 _V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "first_k_dense_replace": 1}
-_V2 = _config("deepseek_v2", (5120, 60, 102400), 160, 6, **_V2_GROUPS)
-_V2_LITE = _config("deepseek_v2", (2048, 27, 102400), 64, 6, first_k_dense_replace=1)
-_V3 = _config("deepseek_v3", (7168, 61, 129280), 256, 8, n_group=8, topk_group=4, first_k_dense_replace=3)
-_NEXT = _config("qwen3_next", (2048, 48, 151936), 512, 10)
-_SCOUT = {"model_type": "llama4", "text_config": _config("llama4_text", (5120, 48, 202048), 16, 1)}
-_GLM_AIR = _config("glm4_moe", (4096, 46, 151552), 128, 8, first_k_dense_replace=1)
-_LFM2 = _config("lfm2_moe", (2048, 24, 65536), 32, 4, num_dense_layers=2)
+_V2 = _config("deepseek_v2", (5120, 60, 102400), 160, 6, 1536, **_V2_GROUPS)
+_V2_LITE = _config("deepseek_v2", (2048, 27, 102400), 64, 6, 1408, first_k_dense_replace=1)
+_V3 = _config("deepseek_v3", (7168, 61, 129280), 256, 8, 2048, n_group=8, topk_group=4, first_k_dense_replace=3)
+_NEXT = _config("qwen3_next", (2048, 48, 151936), 512, 10, 512)
+_SCOUT = {"model_type": "llama4", "text_config": _config("llama4_text", (5120, 48, 202048), 16, 1, 8192)}
+_GLM_AIR = _config("glm4_moe", (4096, 46, 151552), 128, 8, 1408, first_k_dense_replace=1)
+_LFM2 = _config("lfm2_moe", (2048, 24, 65536), 32, 4, 1792, num_dense_layers=2)
 _DBRX = {"model_type": "dbrx", "d_model": 6144, "n_layers": 40, "vocab_size": 100352}
-_DBRX_EXPERTS = {"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}}
+_DBRX_EXPERTS = {"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752}}
 
 SHORT_NAMES: dict[str, ShortName] = {
     "deepseek-v2": ShortName("deepseek-ai/DeepSeek-V2", 235.7, _V2),
@@ -59,19 +62,23 @@ SHORT_NAMES: dict[str, ShortName] = {
     "deepseek-v2-lite-chat": ShortName("deepseek-ai/DeepSeek-V2-Lite-Chat", 15.7, _V2_LITE),
     "deepseek-v3": ShortName("deepseek-ai/DeepSeek-V3", 671.0, _V3),
     "deepseek-r1": ShortName("deepseek-ai/DeepSeek-R1", 671.0, _V3),
-    "mixtral-8x7b": ShortName("mistralai/Mixtral-8x7B-v0.1", 46.7, _config("mixtral", (4096, 32, 32000), 8, 2)),
-    "mixtral-8x22b": ShortName("mistralai/Mixtral-8x22B-v0.1", 140.6, _config("mixtral", (6144, 56, 32768), 8, 2)),
-    "qwen1.5-moe-a2.7b": ShortName("Qwen/Qwen1.5-MoE-A2.7B", 14.3, _config("qwen2_moe", (2048, 24, 151936), 60, 4)),
-    "qwen3-30b-a3b": ShortName("Qwen/Qwen3-30B-A3B", 30.5, _config("qwen3_moe", (2048, 48, 151936), 128, 8)),
-    "qwen3-235b-a22b": ShortName("Qwen/Qwen3-235B-A22B", 235.1, _config("qwen3_moe", (4096, 94, 151936), 128, 8)),
+    "mixtral-8x7b": ShortName("mistralai/Mixtral-8x7B-v0.1", 46.7, _config("mixtral", (4096, 32, 32000), 8, 2, 14336)),
+    "mixtral-8x22b": ShortName(
+        "mistralai/Mixtral-8x22B-v0.1", 140.6, _config("mixtral", (6144, 56, 32768), 8, 2, 16384)
+    ),
+    "qwen1.5-moe-a2.7b": ShortName(
+        "Qwen/Qwen1.5-MoE-A2.7B", 14.3, _config("qwen2_moe", (2048, 24, 151936), 60, 4, 1408)
+    ),
+    "qwen3-30b-a3b": ShortName("Qwen/Qwen3-30B-A3B", 30.5, _config("qwen3_moe", (2048, 48, 151936), 128, 8, 768)),
+    "qwen3-235b-a22b": ShortName("Qwen/Qwen3-235B-A22B", 235.1, _config("qwen3_moe", (4096, 94, 151936), 128, 8, 1536)),
     "qwen3-next-80b-a3b": ShortName("Qwen/Qwen3-Next-80B-A3B-Instruct", 81.3, _NEXT),
-    "olmoe-1b-7b": ShortName("allenai/OLMoE-1B-7B-0924", 6.9, _config("olmoe", (2048, 16, 50304), 64, 8)),
-    "gpt-oss-20b": ShortName("openai/gpt-oss-20b", 20.9, _config("gpt_oss", (2880, 24, 201088), 32, 4)),
-    "gpt-oss-120b": ShortName("openai/gpt-oss-120b", 116.8, _config("gpt_oss", (2880, 36, 201088), 128, 4)),
+    "olmoe-1b-7b": ShortName("allenai/OLMoE-1B-7B-0924", 6.9, _config("olmoe", (2048, 16, 50304), 64, 8, 1024)),
+    "gpt-oss-20b": ShortName("openai/gpt-oss-20b", 20.9, _config("gpt_oss", (2880, 24, 201088), 32, 4, 2880)),
+    "gpt-oss-120b": ShortName("openai/gpt-oss-120b", 116.8, _config("gpt_oss", (2880, 36, 201088), 128, 4, 2880)),
     "llama-4-scout": ShortName("meta-llama/Llama-4-Scout-17B-16E-Instruct", 108.6, _SCOUT),
     "glm-4.5-air": ShortName("zai-org/GLM-4.5-Air", 110.5, _GLM_AIR),
-    "minimax-m2": ShortName("MiniMaxAI/MiniMax-M2", 228.7, _config("minimax_m2", (3072, 62, 200064), 256, 8)),
-    "phi-3.5-moe": ShortName("microsoft/Phi-3.5-MoE-instruct", 41.9, _config("phimoe", (4096, 32, 32064), 16, 2)),
+    "minimax-m2": ShortName("MiniMaxAI/MiniMax-M2", 228.7, _config("minimax_m2", (3072, 62, 200064), 256, 8, 1536)),
+    "phi-3.5-moe": ShortName("microsoft/Phi-3.5-MoE-instruct", 41.9, _config("phimoe", (4096, 32, 32064), 16, 2, 6400)),
     "lfm2-8b-a1b": ShortName("LiquidAI/LFM2-8B-A1B", 8.3, _LFM2),
     "dbrx": ShortName("databricks/dbrx-instruct", 131.6, _DBRX | _DBRX_EXPERTS),
 }

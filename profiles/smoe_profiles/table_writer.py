@@ -34,6 +34,9 @@ LINEAR = "linear"
 PROCESS_WORK = 1 << 25
 """Activations that are worth a process of their own, which takes a second to start."""
 
+PROCESS_BYTES = 1 << 25
+"""Bytes of shards that are."""
+
 CHUNK_LAYERS = 10
 """Most layers of a task where there are several workers: so much is lost with one, and progress takes such steps."""
 
@@ -123,7 +126,8 @@ def merge_shards(
         tasks = [
             (folder, scratch, paths, layers, index, counted, occurrences.shape[1], rows) for index in range(len(layers))
         ]
-        workers.run(_merge_layer, tasks, lambda _: progress(1))
+        size = sum(file["bytes"] for shard in shards for file in shard.manifest["files"].values())
+        (workers if size >= PROCESS_BYTES else ALONE).run(_merge_layer, tasks, lambda _: progress(1))
     merge_samples(folder / "samples.parquet", paths, layers)
     add_records([path / LINEAR for path in paths], folder / LINEAR)
     return _of_the_whole(shards[0]) | _choices(model, min_count)

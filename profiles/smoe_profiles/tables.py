@@ -265,7 +265,7 @@ def entry_schema(keys: Iterable[str]) -> pa.Schema:
 
 def check_entries(path: Path, entries: Mapping[str, npt.NDArray[Any]], limits: Mapping[str, int | None]) -> None:
     """Raises InputError for a key or count that is out of bounds."""
-    for name, limit in (limits | {"count": MOST_COUNTED}).items():
+    for name, limit in {**limits, "count": MOST_COUNTED}.items():
         values = entries[name]
         if limit is not None and values.size and values.max() >= limit:
             raise InputError(f"{path} holds {name} {values.max()}; values below {limit} were expected.")

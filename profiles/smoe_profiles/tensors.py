@@ -80,7 +80,7 @@ def read_shard(path: Path) -> Shard:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} has an unreadable safetensors header ({error}).") from error
     except FileNotFoundError as error:
-        raise InputError(f"{path} is missing, though the model's index names it.") from error
+        raise InputError(f"{path} is missing.") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if not isinstance(header, dict):
@@ -249,8 +249,10 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def _parsed(text: str, path: Path, own: bool) -> Any:
-    finite = {"parse_float": _finite, "parse_constant": _finite} if own else {}
-    return json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs), **finite)
+    number = _finite if own else float
+    return json.loads(
+        text, object_pairs_hook=lambda pairs: _unique(path, pairs), parse_float=number, parse_constant=number
+    )
 
 
 def _finite(text: str) -> float:

@@ -5,9 +5,9 @@ starts again over it writes the same parts, byte for byte, as one that was never
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,13 @@ class TraceWriter:
             self._writer.close()
             self._writer, self._written, self._part = None, 0, self._part + 1
 
-    def _open_journal(self, carried: list[pa.RecordBatch]) -> pa.RecordBatchStreamWriter:
-        """A fresh journal, which takes the old one's name once it holds all rows that are in no finished part."""
+    def _open_journal(
+        self, carried: list[pa.RecordBatch], following: Iterable[pa.RecordBatch] = ()
+    ) -> pa.RecordBatchStreamWriter:
+        """A fresh journal, which takes the old one's name once it holds all rows that are in no finished part.
+
+        carried: what its state counts already; following: what was appended since.
+        """
         state = {"part": self._part, "appended": self.appended, "rows": self.rows, "carried": len(carried)}
         fresh = self._journal_path.with_suffix(".journal-new")
         writer = pa.ipc.new_stream(
@@ -151,7 +156,7 @@ class TraceWriter:
             self.schema.with_metadata({"state": json.dumps(state)}),
             options=pa.ipc.IpcWriteOptions(compression="lz4"),
         )
-        for batch in carried:
+        for batch in chain(carried, following):
             writer.write_batch(batch)
         fresh.replace(self._journal_path)
         return writer
@@ -163,10 +168,10 @@ class TraceWriter:
         if state is None or len(carried) < state["carried"]:
             return self._open_journal([])
         self._part, self.appended, self.rows = state["part"], state["appended"], state["rows"]
-        self._journal = self._open_journal(carried)
+        self._journal = self._open_journal(carried, batches)
         self._pending, self._pending_rows = carried, sum(batch.num_rows for batch in carried)
-        for batch in batches:
-            self._journal.write_batch(batch)
+        _, batches = _read_journal(self._journal_path)
+        for batch in islice(batches, len(carried), None):
             self._take(batch)
         return self._journal
 

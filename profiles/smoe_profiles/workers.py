@@ -3,8 +3,11 @@
 A task whose worker was killed is given out again, so a task must give, and write, the same each time it is run.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from smoe_profiles.errors import MachineError
@@ -82,8 +85,9 @@ class LocalWorkers:
         for attempt in range(RETRIES + 1):
             left = [number for number in range(len(tasks)) if number not in found]
             workers = Parallel(n_jobs=self.count, return_as="generator_unordered")
+            calls = (delayed(_numbered)(number, str(Path.cwd()), function, tasks[number]) for number in left)
             try:
-                for number, result in workers(delayed(_numbered)(number, function, tasks[number]) for number in left):
+                for number, result in workers(calls):
                     keep(number, result)
                 return
             except BrokenProcessPool:
@@ -97,5 +101,12 @@ class LocalWorkers:
         """Nothing to do: local processes see what this one sees."""
 
 
-def _numbered(number: int, function: Callable[..., Result], task: Task) -> tuple[int, Result]:
-    return number, function(*task)
+def run_in(folder: str, function: Callable[..., Result], task: Task) -> Result:
+    """Run a task in the giver's working folder, where it is there: relative paths mean the same to every worker."""
+    with suppress(OSError):
+        os.chdir(folder)
+    return function(*task)
+
+
+def _numbered(number: int, folder: str, function: Callable[..., Result], task: Task) -> tuple[int, Result]:
+    return number, run_in(folder, function, task)

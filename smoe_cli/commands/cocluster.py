@@ -136,7 +136,9 @@ def cocluster(
     check_options(options, compare=compare)
     if compare:
         with open_workers(jobs, ray, common.console.note) as workers:
-            _compare(common, tables, options, workers)
+            document = _compare(common, tables, options, workers)
+        following = common.next("cocluster", "--ep", str(ep))
+        common.console.result(document, lambda: _show_comparison(common, document), following)
         return
     cost = find_cost(tables.artefact, common.dir, machine, mode, ep, needed=goal is Goal.TIME)
     check_target(target, force=force or (near is not None and near.path == target))
@@ -159,14 +161,12 @@ def cocluster(
     common.console.result(document, lambda: _show(common, document), common.next("regroup", "--placement", target.name))
 
 
-def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> None:
+def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> dict[str, Any]:
     from smoe_cli.comparing import compare_methods, held_out_trace
 
     trace = held_out_trace(common.dir, tables)
     with common.console.progress("comparing", len(tables.layers), "layers") as advance:
-        document = compare_methods(tables, trace, options, workers, advance)
-    following = common.next("cocluster", "--ep", str(options.ep))
-    common.console.result(document, lambda: _show_comparison(common, document), following)
+        return compare_methods(tables, trace, options, workers, advance)
 
 
 def _show_comparison(common: Common, document: dict[str, Any]) -> None:

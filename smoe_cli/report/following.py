@@ -48,7 +48,7 @@ def moe_layers(placed: Placed) -> list[MoeLayer]:
 
 def equal_ranks(placed: Placed) -> bool:
     """Whether every rank has as many slots, as every engine's map needs."""
-    return placed.placement.physical_to_logical.shape[1] % placed.placement.num_ranks == 0
+    return bool(placed.placement.physical_to_logical.shape[1] % placed.placement.num_ranks == 0)
 
 
 def engines(found: Found) -> list[dict[str, Any]]:

@@ -57,6 +57,14 @@ def test_hostile_text_does_not_run_and_is_seen(drawn):
     assert drawn.ask("document.title").startswith("Worth it")
     assert drawn.ask("document.querySelectorAll('img, iframe, object, .tokens a, .tokens svg').length") == 0
     assert HOSTILE[0] in drawn.ask("document.querySelector('.tables.tokens').textContent")
+    hovered = drawn.ask(
+        """(() => { const place = document.getElementById("chart-transfer-sources");
+          Plotly.Fx.hover(place, { xval: 1, yval: 0.1 }, "xy");
+          const found = place.querySelector(".hoverlayer");
+          return [found.textContent, found.querySelectorAll("a, script, img").length]; })()"""
+    )
+    assert hovered[1] == 0
+    assert HOSTILE[1][:20] in hovered[0]
     links = "[...document.querySelectorAll('a')].filter((a) => a.getAttribute('href')?.[0] !== '#').length"
     assert drawn.ask(links) == 0
 

@@ -34,7 +34,7 @@ def smoe(*arguments: object, cwd: Path | None = None, variables: dict[str, str] 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
         cwd=cwd,
         env=environment(**(variables or {})),
         **options,
@@ -424,7 +424,7 @@ def stopped(arguments, partial: Path, *signals: int):
         env=environment(),
         start_new_session=True,
     )
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 300
     while not partial.exists() and process.poll() is None and time.monotonic() < give_up:
         time.sleep(0.02)
     time.sleep(0.3)
@@ -432,8 +432,8 @@ def stopped(arguments, partial: Path, *signals: int):
     for number in signals:
         process.send_signal(number)
         time.sleep(0.05)
-    _, stderr = process.communicate(timeout=60)
-    give_up = time.monotonic() + 20
+    _, stderr = process.communicate(timeout=300)
+    give_up = time.monotonic() + 120
     while processes_of_session(process.pid) and time.monotonic() < give_up:
         time.sleep(0.1)
     assert processes_of_session(process.pid) == []

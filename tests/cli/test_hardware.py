@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from smoe_cli.hardware import SHIPPED, LayerShape, load_hardware
+from smoe_cli.hardware import SHIPPED, LayerShape, layer_shape, load_hardware
 from smoe_cli.placement import read_placement
 from smoe_profiles.artefact import open_artefact
 from smoe_profiles.errors import InputError
@@ -14,6 +14,7 @@ from smoe_profiles.trace import open_trace
 from smoe_solvers.choices import Mode
 from smoe_solvers.hierarchy import CROSS_NODE
 from smoe_solvers.layer_time import Stage
+from tests.conftest import smoe
 
 MIB = 1 << 20
 V2_LITE = LayerShape(2048, 1408)
@@ -241,3 +242,18 @@ def test_time_of_a_model_that_is_not_at_hand_is_refused_with_what_to_do(tmp_path
     assert "--model" in done.err
     shown = run_smoe("cocluster", "--ep", "2", "--json", "--jobs", "1", cwd=tmp_path).json()
     assert shown["validation_microseconds"] is None
+
+
+def test_an_import_whose_model_is_a_short_name_has_tables_and_times_though_no_weights_are_here(tmp_path):
+    """It looked for an embedding, and where there is a network would have downloaded the whole model for it."""
+    generator = np.random.default_rng(0)
+    ids = generator.random((16, 3000, 64)).argsort(axis=2)[:, :, :8].astype(np.uint8)
+    np.savez(
+        tmp_path / "olmoe.npz", ids=ids, tokens=generator.integers(0, 50304, 3000, np.uint32), num_experts=64, top_k=8,
+        layer_ids=np.arange(16, dtype=np.uint8), seq_len=np.full(30, 100, np.int32), vocab_size=50304,
+    )  # fmt: skip
+    smoe("import", tmp_path / "olmoe.npz", "--model", "olmoe-1b-7b", "-C", tmp_path, cwd=tmp_path)
+    said = smoe("build-tables", "-C", tmp_path, cwd=tmp_path).err
+    assert "ids never seen take popularity, unless --model FOLDER" in said
+    tables = open_artefact(tmp_path / "tables", "tables")
+    assert layer_shape(tables, tmp_path) == LayerShape(2048, 1024)

@@ -43,7 +43,7 @@ def subprocess_smoe(*arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
         env=kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
     )
 

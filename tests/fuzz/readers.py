@@ -16,6 +16,7 @@ from tests.fuzz import sound
 from tests.fuzz.sound import Files
 
 QUIET = Console(quiet=True)
+ONE = LocalWorkers(1, QUIET.note)
 LOWER = ("token-count/", "pair/", "count/")
 SUFFIXES = {
     ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".npz": "npz", ".npy": "npy", ".pt": "pt",
@@ -317,13 +318,9 @@ def _checkpoint(folder: Path, _out: Path, _target: Path) -> None:
 
 
 def _config(folder: Path, _out: Path, _target: Path) -> None:
-    from smoe_cli.hardware import _width
     from smoe_profiles.models import find_model
-    from smoe_profiles.tensors import read_json
 
-    spec = find_model(str(folder)).spec
-    spec.layer_table()
-    _width(read_json(folder / "config.json"))
+    find_model(str(folder)).spec.layer_table()
 
 
 def _documents(_folder: Path, _out: Path, target: Path) -> None:

@@ -373,9 +373,10 @@ def test_sequences_that_add_up_to_the_rows_by_overflow(tmp_path):
 
 def test_routing_of_no_rows(tmp_path):
     np.savez(tmp_path / "a.npz", ids=np.zeros((3, 5, 0), int))
+    np.savez(tmp_path / "d.npz", ids=np.zeros((3, 5, 2), int), weights=np.zeros((3, 5, 0)))
     torch.save(torch.zeros((2, 0, 3, 2), dtype=torch.int64), tmp_path / "b.pt")
     torch.save({"logical_count": torch.zeros((1, 4, 0), dtype=torch.int64)}, tmp_path / "c.pt")
-    for name in ("a.npz", "b.pt", "c.pt"):
+    for name in ("a.npz", "b.pt", "c.pt", "d.npz"):
         with pytest.raises(InputError, match=name):
             read([tmp_path / name])
 

@@ -159,7 +159,7 @@ def call(command: list[str], *, cwd: Path | None = None, code: int = 0) -> "subp
 
 def print_table(rows: list[dict[str, str]]) -> None:
     """One column a cell, one line a fact: fits any terminal."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row))
     for name in names:
         print(f"{name:>14}  " + "  ".join(f"{row.get(name, ''):<12}" for row in rows).rstrip())
 

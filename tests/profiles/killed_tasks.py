@@ -16,3 +16,7 @@ def square(number, folder, deaths):
     if number < 0:
         raise ValueError(f"{number} is below zero")
     return number * number, os.getpid()
+
+
+def here():
+    return str(Path.cwd())

@@ -388,3 +388,12 @@ def test_a_file_cut_short_is_found_without_hashes(tmp_path):
 def test_odd_folder_names_work(name, tmp_path):
     made = make(tmp_path / name / "trace")
     assert open_artefact(made.path, "trace").id == made.id
+
+
+def test_hashing_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(artefact, "HASHED_AT_ONCE", 1000)
+    made = make(tmp_path / "trace")
+    seen = []
+    open_artefact(tmp_path / "trace", "trace", hashes=True, progress=seen.append)
+    assert sum(seen) == sum(facts["bytes"] for facts in made.manifest["files"].values())
+    assert max(seen) == 1000

@@ -59,6 +59,14 @@ def test_a_short_name_answers_with_the_published_layer_table_and_no_network(name
 
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
+def test_the_experts_of_a_short_name_hold_most_of_its_published_parameters(name):
+    """An independent check of hidden size, expert width, layers and E at once."""
+    spec = find_model(name, download=False).spec
+    experts = sum(3 * layer.num_experts * spec.hidden_size * spec.expert_width for layer in spec.layers)
+    assert 0.85 < experts / (SHORT_NAMES[name].billions * 1e9) < 1
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
 def test_files_of_a_model_that_is_not_here_are_a_matter_of_the_machine(name):
     with pytest.raises(MachineError, match=f"hf download {SHORT_NAMES[name].hub_id}"):
         find_model(name, download=False).files()

@@ -375,3 +375,16 @@ def test_a_resumed_writer_does_not_start_again(tmp_path):
     for rows in batches[:3]:
         first.append(rows)
     assert TraceWriter(tmp_path, LAYERS, SOURCES).appended == 3
+
+
+def test_a_kill_while_a_journal_was_taken_over_lost_the_rows_not_yet_copied(tmp_path, monkeypatch):
+    """The new journal took the old one's name before it held the old one's rows."""
+    batches = [random_rows(np.random.default_rng(i), 10, LAYERS) for i in range(4)]
+    first = TraceWriter(tmp_path, LAYERS, SOURCES)
+    for rows in batches[:3]:
+        first.append(rows)
+    with monkeypatch.context() as patch:
+        patch.delattr(TraceWriter, "_take")
+        with pytest.raises(AttributeError):
+            TraceWriter(tmp_path, LAYERS, SOURCES)
+    assert TraceWriter(tmp_path, LAYERS, SOURCES).appended == 3

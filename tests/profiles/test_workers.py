@@ -10,7 +10,7 @@ from smoe_profiles.table_writer import _chunks
 from smoe_profiles.trace import TraceLayer
 from smoe_profiles.workers import LocalWorkers
 from tests.profiles.conftest import random_rows
-from tests.profiles.killed_tasks import square
+from tests.profiles.killed_tasks import here, square
 from tests.profiles.tables_by_hand import contents, publish_rows, whole
 
 
@@ -43,6 +43,13 @@ def test_processes_that_are_killed_every_time_end_the_run_with_a_sentence(tmp_pa
 def test_what_a_task_raises_ends_the_run_as_it_is(tmp_path):
     with pytest.raises(ValueError, match="-1 is below zero"):
         run(2, [1, -1], tmp_path)
+
+
+def test_relative_paths_mean_the_same_after_the_folder_was_changed(tmp_path, monkeypatch):
+    for name in ("one", "two"):  # the same processes serve both
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert LocalWorkers(2).run(here, [(), ()], lambda _: None) == [str(tmp_path / name)] * 2
 
 
 class Twice(LocalWorkers):

@@ -3,6 +3,7 @@
 `make ray`; needs smoe[ray].
 """
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 from tests.profiles.tables_by_hand import contents
 from tests.ray.conftest import begin, below, finish, is_clean, raylet, run, until
 
-WORKING = "ray::_as_here"
+WORKING = "ray::smoe:"
 COUNT = ("build-tables", "--force", "-C", ".")
 PLACE = ("cocluster", "--ep", 4, "--effort", "fast", "-C", ".")
 
@@ -39,9 +40,11 @@ def test_shards_are_counted_and_merged_on_the_cluster(cluster, alone, work):
 
 @pytest.mark.parametrize("command", [COUNT, PLACE], ids=["build-tables", "cocluster"])
 def test_a_killed_ray_worker_costs_a_retry_and_not_the_run(cluster, alone, work, command):
-    process = begin(*command, "--ray", cluster.address, cwd=work)
+    process = begin(*command, "--json", "--ray", cluster.address, cwd=work)
     until(lambda: below(raylet(cluster.head_node), WORKING))[0].kill()
-    assert "a Ray worker was lost" in finish(process).err
+    done = finish(process)
+    assert "a Ray worker was lost" in done.err
+    assert json.loads(done.out)["path"]  # nothing of Ray's on stdout
     assert contents(work / "tables") == alone.tables
     assert contents(work / "placement-ep4") == (alone.placement if command == PLACE else {})
 

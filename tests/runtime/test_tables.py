@@ -155,10 +155,10 @@ def test_layers_are_found_by_the_number_they_have_in_the_model(tmp_path):
 
 def test_files_that_are_no_tables_of_this_version_are_refused(tmp_path):
     path = tmp_path / "runtime.safetensors"
-    with pytest.raises(InputError, match="cannot be read as run-time tables"):
+    with pytest.raises(InputError, match="is missing"):
         RuntimeTables.open(path, "cpu")
     path.write_bytes(b"nonsense")
-    with pytest.raises(InputError, match="cannot be read as run-time tables"):
+    with pytest.raises(InputError, match="is not a safetensors file"):
         RuntimeTables.open(path, "cpu")
     written(path, layers_of(np.random.default_rng(8)))
     save_file(load_file(path), path, {"format_version": "2"})

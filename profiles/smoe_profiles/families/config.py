@@ -42,7 +42,7 @@ class ModelSpec:
     """What the tools need to know of a model, all of it from config.json.
 
     router_tail: rows of a router's weight behind those of experts and zero experts, never chosen.
-    router_width: columns of a router's weight.
+    router_width: columns of a router's weight. expert_width: inner width of one expert, 0 where the config has none.
     """
 
     family: Family
@@ -52,6 +52,7 @@ class ModelSpec:
     num_hidden_layers: int
     router_tail: int
     router_width: int
+    expert_width: int = 0
 
     def layer_table(self) -> list[dict[str, Any]]:
         """The MoE layers as plain dictionaries, for manifests; zero experts are named only where there are any."""
@@ -226,7 +227,19 @@ def read_spec(config: Config, where: str) -> ModelSpec:
         num_hidden_layers=num_layers,
         router_tail=read.whole(family.router_tail_key, least=0) if family.router_tail_key else 0,
         router_width=read.whole(family.router_width_key) if family.router_width_key else hidden_size,
+        expert_width=_expert_width(text),
     )
+
+
+WIDTH_KEYS = ("moe_intermediate_size", "expert_intermediate_size", "ffn_hidden_size", "intermediate_size")
+"""Where a config names the width of one expert, the most particular first."""
+
+
+def _expert_width(text: Config) -> int:
+    """The first of WIDTH_KEYS in the text model's settings or in a part of them."""
+    places = [text, *(value for value in text.values() if isinstance(value, dict))]
+    found = (place.get(key) for key in WIDTH_KEYS for place in places)
+    return next((width for width in found if type(width) is int and width > 0), 0)
 
 
 def _family(config: Config, where: str) -> Family:

@@ -112,8 +112,6 @@ def _piece(archive: Archive, options: ReadOptions, source: int) -> Piece:
     key = options.ids or "ids"
     where = str(archive.path)
     raw = whole_numbers(archive[key], f"{where}, {key}")
-    if not raw.size:
-        raise InputError(f"{where}: {key} has shape {list(raw.shape)}; it holds no rows of routing.")
     axes = _axis_names(options.axes, raw, f"{where}, {key}")
     ids, batches = _arranged(raw, axes)
     rows = ids.shape[1]
@@ -137,6 +135,8 @@ def _piece(archive: Archive, options: ReadOptions, source: int) -> Piece:
 
 
 def _axis_names(axes: str | None, array: Array, where: str) -> tuple[str, ...]:
+    if not array.size:
+        raise InputError(f"{where} has shape {list(array.shape)}: the files hold no rows.")
     names = tuple((axes or DEFAULT_AXES.get(array.ndim, "")).replace(" ", "").split(","))
     known = set(names) <= set(AXES) and len(set(names)) == len(names) and "token" in names
     if not known or len(names) != array.ndim:

@@ -11,129 +11,108 @@ from smoe_cli.report.drawing.parts import DIVERGING, FEW, STATES, Chart, Figure,
 from smoe_cli.report.drawing.text import TIMES, label, number, percent, times
 
 SIDES = {"contiguous": "Before: contiguous", "placed": "After: placed"}
+BAR = {"thickness": 10, "outlinewidth": 0}
+"""The scale beside a heat map."""
+
+BARE_AXIS = {"showticklabels": False, "ticklen": 0, "showgrid": False}
 
 
 def expert_load(part: dict[str, Any], layers: Sequence[int]) -> Section:
     """Expert by rank, before and after; the ranks' own load beside."""
-    known = {side: title for side, title in SIDES.items() if part["slots"][side]}
+    counted = {"heldout": "held-out rows", "tables": "the tables' rows, fit and validation"}[part["source"]]
+    if not part["rank_load"]:
+        lead = f"One cell an expert, hottest first; the colour is its load against the layer's mean expert ({counted})."
+        summary = "Load of every expert; without a placement there are no ranks to compare."
+        views = {
+            str(layer): _load_figure(load, [0] * len(load), range(len(load)))
+            for layer, load in zip(layers, part["load"], strict=True)
+        }
+        return Section(lead, [Chart("load-contiguous", "Experts", summary, views, height=200)], chooser="Layer")
+    lead = (
+        "One cell an expert, a row a rank, hottest first; the colour is its load against the layer's mean expert "
+        f"({counted}). Bars: a rank's load against the mean rank. Experts chosen together decide what lies together, "
+        "not their load; this shows what that costs in balance."
+    )
     charts = [
         Chart(
             f"load-{side}",
             title,
-            _imbalance(part, side),
-            {
-                str(layer): _load_figure(
-                    part["load"][at],
-                    part["slots"][side]["rank"],
-                    part["slots"][side]["expert"][at],
-                    part["rank_load"] and part["rank_load"][side][at],
-                    max((max(by_layer[at]) for by_layer in (part["rank_load"] or {}).values()), default=0),
-                )
-                for at, layer in enumerate(layers)
-            },
+            _imbalance(part["imbalance"][side]),
+            {str(layer): _rank_figure(part, side, at) for at, layer in enumerate(layers)},
         )
-        for side, title in known.items()
+        for side, title in SIDES.items()
     ]
-    tables = []
-    if part["rank_load"]:
-        ranks = range(len(part["rank_load"]["contiguous"][0]))
-        for side, title in SIDES.items():
-            cells = [
-                [
-                    str(layer),
-                    *(number(value) for value in part["rank_load"][side][at]),
-                    number(part["imbalance"][side][at]),
-                ]
-                for at, layer in enumerate(layers)
-            ]
-            heads = ["layer", *(f"rank {rank}" for rank in ranks), "max / mean"]
-            tables.append(Table(f"{title}: activations by rank", heads, cells))
-    counted = {"heldout": "held-out activations", "tables": "the tables' activations (fit and validation)"}[
-        part["source"]
-    ]
-    lead = (
-        f"One cell an expert, a row a rank, hottest first; the colour is its load against the layer's mean expert "
-        f"({counted}). Bars: a rank's load against the mean rank. Co-activation, not load, decides what lies together; "
-        "this shows what that costs in balance."
-    )
-    return Section(lead, charts, tables, chooser="Layer")
+    return Section(lead, charts, [_rank_table(part, side, layers) for side in SIDES], chooser="Layer")
 
 
-def _imbalance(part: dict[str, Any], side: str) -> str:
-    if not part["imbalance"]:
-        return "Load of every expert; without a placement there are no ranks to compare."
-    values = part["imbalance"][side]
+def _imbalance(values: Sequence[float]) -> str:
     mean = number(sum(values) / len(values))
     return f"Busiest rank over the mean rank: {mean} on the mean over layers, at most {number(max(values))}."
 
 
-def _load_figure(
-    load: Sequence[int], rank: Sequence[int], expert: Sequence[int], rank_load: Sequence[int] | None, top: float
-) -> Figure:
-    """load: [E]; rank, expert: [P]; rank_load: [G]; top: the largest shown beside it.
+def _rank_table(part: dict[str, Any], side: str, layers: Sequence[int]) -> Table:
+    by_layer, imbalance = part["rank_load"][side], part["imbalance"][side]
+    heads = ["layer", *(f"rank {rank}" for rank in range(len(by_layer[0]))), "max / mean"]
+    rows = [
+        [str(layer), *(number(value) for value in by_layer[at]), number(imbalance[at])]
+        for at, layer in enumerate(layers)
+    ]
+    return Table(f"{SIDES[side]}: activations by rank", heads, rows)
 
-    An expert of several copies shows an equal part of its load at each.
-    """
-    copies = Counter(expert)
-    mean = sum(load) / len(load) or 1.0
-    ranks = sorted(set(rank))
-    cells: list[list[tuple[float, str]]] = []
-    for r in ranks:
-        mine = sorted((e for e, at in zip(expert, rank, strict=True) if at == r), key=lambda e: -load[e] / copies[e])
-        cells.append([(load[e] / copies[e] / mean, _expert_text(e, load[e], copies[e], mean)) for e in mine])
-    width = max(map(len, cells))
-    names = [f"rank {r}" for r in ranks] if rank_load else ["experts"]
-    experts = heat(
-        [[value for value, _ in row] + [None] * (width - len(row)) for row in cells],
-        text=[[text for _, text in row] + [""] * (width - len(row)) for row in cells],
-        y=names,
-        hovertemplate="%{y}<br>%{text}<extra></extra>",
-        zmin=0,
-        zmax=max(load) / mean,
-        xgap=1,
-        ygap=2,
-        colorbar={
-            "title": {"text": f"{TIMES} mean expert", "side": "right", "font": {"size": 11}},
-            "thickness": 10,
-            "outlinewidth": 0,
-        },
-    )
-    layout: Figure = {
-        "xaxis": {
-            "showticklabels": False,
-            "ticklen": 0,
-            "title": "experts of the rank, hottest first",
-            "showgrid": False,
-        },
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
-        "showlegend": False,
-    }
-    if not rank_load:
-        return {"data": [experts], "layout": layout}
-    mean_rank = sum(rank_load) / len(rank_load) or 1.0
+
+def _rank_figure(part: dict[str, Any], side: str, at: int) -> Figure:
+    """One layer's experts by rank, and bars of the ranks on a scale that both sides share."""
+    slots, rank_load = part["slots"][side], part["rank_load"][side][at]
+    figure = _load_figure(part["load"][at], slots["rank"], slots["expert"][at])
+    mean = sum(rank_load) / len(rank_load) or 1.0
+    top = max(max(by_layer[at]) for by_layer in part["rank_load"].values()) / mean
     bars = {
         "type": "bar",
         "orientation": "h",
         "xaxis": "x2",
-        "y": names,
-        "x": [value / mean_rank for value in rank_load],
-        "text": [f"{value / mean_rank:.2f}" for value in rank_load],
+        "y": [f"rank {rank}" for rank in range(len(rank_load))],
+        "x": [value / mean for value in rank_load],
+        "text": [f"{value / mean:.2f}" for value in rank_load],
         "textposition": "outside",
         "cliponaxis": False,
         "marker": {"color": "var(--bar)"},
         "customdata": [f"{value:,}" for value in rank_load],
         "hovertemplate": f"%{{y}}<br>%{{customdata}} activations<br>%{{x:.3f}}{TIMES} the mean rank<extra></extra>",
     }
-    layout["xaxis"]["domain"] = [0, 0.72]
-    layout["xaxis2"] = {
-        "domain": [0.75, 1],
-        "range": [0, 1.35 * top / mean_rank],
-        "title": "rank",
-        "showticklabels": False,
+    beside = {"domain": [0.75, 1], "range": [0, 1.35 * top or 1], "title": "rank"} | BARE_AXIS
+    layout = figure["layout"]
+    layout |= {"xaxis": layout["xaxis"] | {"domain": [0, 0.72]}, "xaxis2": beside, "bargap": 0.15}
+    return {"data": [*figure["data"], bars], "layout": layout}
+
+
+def _load_figure(load: Sequence[int], rank: Sequence[int], expert: Sequence[int]) -> Figure:
+    """load: [E]; rank, expert: [P]. An expert of several copies shows an equal part of its load at each."""
+    copies = Counter(expert)
+    mean = sum(load) / len(load) or 1.0
+    rows = []
+    for r in sorted(set(rank)):
+        mine = [e for e, at in zip(expert, rank, strict=True) if at == r]
+        rows.append(sorted(mine, key=lambda e: -load[e] / copies[e]))
+    width = max(map(len, rows))
+    experts = heat(
+        [[load[e] / copies[e] / mean for e in row] + [None] * (width - len(row)) for row in rows],
+        text=[[_expert_text(e, load[e], copies[e], mean) for e in row] + [""] * (width - len(row)) for row in rows],
+        y=[f"rank {r}" for r in range(len(rows))] if len(rows) > 1 else ["experts"],
+        hovertemplate="%{y}<br>%{text}<extra></extra>",
+        zmin=0,
+        zmax=max(load) / mean or 1,
+        xgap=1,
+        ygap=2,
+        colorbar=BAR | {"title": {"text": f"{TIMES} mean expert", "side": "right", "font": {"size": 11}}},
+    )
+    return {
+        "data": [experts],
+        "layout": {
+            "xaxis": {"title": "experts, hottest first"} | BARE_AXIS,
+            "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+            "showlegend": False,
+        },
     }
-    layout["xaxis2"] |= {"showgrid": False, "ticklen": 0}
-    layout["bargap"] = 0.15
-    return {"data": [experts, bars], "layout": layout}
 
 
 def _expert_text(expert: int, load: int, copies: int, mean: float) -> str:
@@ -153,7 +132,8 @@ def coactivation(part: dict[str, Any], _: Sequence[int]) -> Section:
             )
             for at, layer in enumerate(part["layers"])
         }
-        charts.append(Chart(f"coactivation-{side}", title, _inside(part, side), views, square=True))
+        shown = title if part["inside"] else "Experts in their own order"
+        charts.append(Chart(f"coactivation-{side}", shown, _inside(part, side), views, square=True))
     tables = []
     if part["inside"]:
         cells = [
@@ -173,7 +153,7 @@ def coactivation(part: dict[str, Any], _: Sequence[int]) -> Section:
 
 def _inside(part: dict[str, Any], side: str) -> str:
     if not part["inside"]:
-        return "Without a placement, experts stand in their own order."
+        return "Without a placement there are no blocks to look for."
     mean = {key: sum(values) / len(values) for key, values in part["inside"].items()}
     return f"{percent(mean[side])} of pairs share a rank, {percent(mean['chance'])} by chance (mean over layers)."
 
@@ -188,12 +168,13 @@ def _pairs_figure(
     axis = {
         "tickmode": "array",
         "tickvals": [sum(of) / len(of) for of in middles.values()],
-        "ticktext": [str(r) for r in middles],
+        "ticktext": [str(r) for r in middles] if len(middles) > 1 else [""],
         "showgrid": False,
         "zeroline": False,
         "range": [-0.5, len(rank) - 0.5],
         "ticks": "",
     }
+    title = "rank" if len(middles) > 1 else "experts"
     low, chance, high = levels["low"], levels["chance"], levels["high"]
     factor = levels["factor"]
     matrix = heat(
@@ -202,12 +183,8 @@ def _pairs_figure(
         zmin=low,
         zmax=high,
         hovertemplate="%{text}<extra></extra>",
-        colorbar={
-            "tickvals": [low, chance, high],
-            "ticktext": [f"≤ 1/{factor}", "chance", f"≥ {times(factor, 0)}"],
-            "thickness": 10,
-            "outlinewidth": 0,
-        },
+        colorbar=BAR
+        | {"tickvals": [low, chance, high], "ticktext": [f"≤ 1/{factor}", "chance", f"≥ {times(factor, 0)}"]},
     )
     return {
         "data": [matrix],
@@ -218,8 +195,8 @@ def _pairs_figure(
             "factor": factor,
         },
         "layout": {
-            "xaxis": {"title": "rank"} | axis,
-            "yaxis": {"title": "rank"} | axis | {"range": [len(rank) - 0.5, -0.5]},
+            "xaxis": {"title": title} | axis,
+            "yaxis": {"title": title} | axis | {"range": [len(rank) - 0.5, -0.5]},
             "shapes": [
                 {
                     "type": "line",
@@ -307,7 +284,7 @@ def _traffic_figure(pairs: Sequence[Sequence[int]], top: int) -> Figure:
         zmin=0,
         zmax=top,
         hovertemplate="rank %{y} to rank %{x}<br>%{z:,} rows<extra></extra>",
-        colorbar={"thickness": 10, "outlinewidth": 0, "tickformat": "~s"},
+        colorbar=BAR | {"tickformat": "~s"},
     ) | ({"texttemplate": "%{z:.2~s}", "textfont": {"size": 11}} if few else {})
     return {
         "data": [matrix],
