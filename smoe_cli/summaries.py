@@ -18,6 +18,7 @@ from smoe_profiles.models import describe_identity
 from smoe_profiles.tables import Tables
 from smoe_profiles.tensors import read_json, read_json_lines
 from smoe_profiles.trace import read_layers
+from smoe_solvers.choices import Mode
 
 MANIFESTS = ("smoe/manifest.json", "manifest.json")
 
@@ -124,8 +125,9 @@ def _evaluation(artefact: Artefact) -> dict[str, Any]:
         total = {state: content["total"][state] for state in STATES}
         shown = [found["rule"] for predictors in total.values() for found in predictors.values()]
         for figures in (*shown, content["load_balancer"]["total"]):
-            times = figures.get("microseconds", {}).values()
-            _check(all(isinstance(value, int | float) for value in (*(figures[name] for name in SHOWN), *times)))
+            times = figures.get("microseconds", {})
+            _check(all(isinstance(value, int | float) for value in (*(figures[name] for name in SHOWN), *times.values())))
+            _check(any(times.get(mode) for mode in (Mode.SPECULATIVE, Mode.SP_EP)) or not content["context"]["hardware"])
         context = content["context"]
         _check(isinstance(context["rows"], int) and isinstance(context["hardware"], str | None))
         _check({"ranks", "batch", "quota"} <= context.keys())

@@ -45,7 +45,10 @@ class GateRecord:
     @cached_property
     def _rows(self) -> dict[str, npt.NDArray[Any]]:
         shapes: dict[str, Shape] = {f"{part}.recent": ("U32", None, None) for part in JUDGED}
-        return load_arrays(self.folder / "rows.safetensors", shapes)
+        rows = load_arrays(self.folder / "rows.safetensors", shapes)
+        if not all(rows[name].shape[1] for name in shapes):
+            raise InputError(f"{self.folder / 'rows.safetensors'} does not say which tokens its rows are of.")
+        return rows
 
     @cached_property
     def _embedding(self) -> npt.NDArray[np.float32]:

@@ -24,8 +24,8 @@ SHOTS = {
     "report-dark": (1400, "dark", None, 1000),
     "report-phone-light": (390, "light", None, 1000),
     "report-phone-dark": (390, "dark", "coactivation", 1000),
-    "report-coactivation": (1400, "light", "coactivation", 660),
-    "report-load-dark": (1400, "dark", "expert_load", 560),
+    "report-coactivation": (1400, "light", "coactivation", 780),
+    "report-load-dark": (1400, "dark", "expert_load", 680),
     "report-traffic": (1400, "light", "traffic", 800),
 }
 """Picture -> width, scheme, the section at its top (None: the first screen), height."""

@@ -286,6 +286,10 @@ def test_an_early_gates_record_whose_files_do_not_fit_together(gated, tmp_path):
         with pytest.raises(InputError, match=r"validation\.early"):
             gate_record(path).rows(layer, "validation")
     change_arrays(path / "linear" / "layer_01.safetensors", **{"validation.early": early})
+    change_arrays(path / "linear" / "rows.safetensors", **{"heldout.recent": np.zeros((24, 0), np.uint32)})
+    with pytest.raises(InputError, match="does not say which tokens"):
+        gate_record(path).token_id("heldout")
+    lay({name: gated[name] for name in gated if name.endswith("rows.safetensors")}, tmp_path)
     embedding = load_file(path / "linear" / "embedding.safetensors")["embedding"]
     change_arrays(path / "linear" / "embedding.safetensors", embedding=embedding[:4])
     with pytest.raises(InputError, match="it has 4 embeddings"):
@@ -346,7 +350,9 @@ def test_a_solver_log_that_lacks_a_layer_or_says_words_for_numbers(made, tmp_pat
 def test_an_evaluation_whose_figures_are_no_numbers(made, tmp_path):
     path = lay(made, tmp_path) / "evaluation-ep4"
     whole = json.loads((path / "evaluation.json").read_text())
-    for key, value in (("total", {"contiguous": 1}), ("context", {}), ("load_balancer", {"total": {"lar": "x"}})):
+    timed = whole["context"] | {"hardware": "pcie"}  # and no time beside the figures
+    cases = {"total": {"contiguous": 1}, "context": {}, "load_balancer": {"total": {"lar": "x"}}}
+    for key, value in [*cases.items(), ("context", timed)]:
         (path / "evaluation.json").write_text(json.dumps(whole | {key: value}))
         keep_true(path / "evaluation.json")
         with pytest.raises(InputError, match="does not hold what smoe evaluate writes"):
