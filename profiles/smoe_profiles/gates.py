@@ -75,6 +75,10 @@ class GateRecord:
         arrays = {
             name: self._layer(layer)[f"{part}.{name}"][:limit] for name in ("inputs", "early", "logits", "experts")
         }
+        if arrays["experts"].max(initial=0) >= layer.num_experts + layer.num_zero:
+            raise InputError(
+                f"{self.folder}: layer {layer.id} names expert {arrays['experts'].max()}, which it has not."
+            )
         recent = self._rows[f"{part}.recent"][:limit]
         ids = np.where(recent == UNKNOWN_TOKEN, len(self._embedding) - 1, recent)
         if ids.size and ids.max() >= len(self._embedding):

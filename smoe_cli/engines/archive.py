@@ -10,6 +10,9 @@ import numpy as np
 from smoe_cli.engines.engine_map import EngineMap
 
 
+MOST_RANKS = 1 << 16
+
+
 def matches(content: Any) -> bool:
     return isinstance(content, Mapping) and any(key in content for key in ("expert_to_rank", "physical_to_logical_map"))
 
@@ -22,7 +25,9 @@ def parse(content: Mapping[str, Any]) -> EngineMap:
     if to_rank.ndim != 2 or not np.issubdtype(to_rank.dtype, np.integer):
         form = f"{to_rank.dtype} {list(to_rank.shape)}"
         raise ValueError(f"expert_to_rank is {form}; whole numbers [layers, E] were expected")
-    ranks = int(to_rank.max()) + 1
+    ranks = int(to_rank.max(initial=0)) + 1
+    if to_rank.min(initial=0) < 0 or ranks > MOST_RANKS:
+        raise ValueError(f"it names ranks {to_rank.min()} to {ranks - 1}; 0 to {MOST_RANKS - 1} are possible")
     sizes = np.stack([np.bincount(row, minlength=ranks) for row in to_rank.astype(np.int64)])
     if (sizes != sizes[0, 0]).any():
         raise ValueError("ranks hold different numbers of experts; a map of slots needs the same on each")

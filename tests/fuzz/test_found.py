@@ -387,6 +387,13 @@ def test_routing_of_no_rows(tmp_path):
             read([tmp_path / name])
 
 
+def test_an_expert_on_a_rank_of_more_digits_than_there_are_ranks(tmp_path):
+    """It asked for 64 TiB."""
+    np.savez(tmp_path / "archive.npz", expert_to_rank=np.array([[0, 2**43]]))
+    with pytest.raises(InputError, match="names ranks 0 to 8796093022208"):
+        read_engine_map(tmp_path / "archive.npz")
+
+
 def test_a_placement_of_half_precision_numbers(tmp_path):
     torch.save({"phy2log": torch.zeros(3, 8, dtype=torch.bfloat16)}, tmp_path / "eplb.pt")
     with pytest.raises(InputError, match="no arrays of whole numbers"):
