@@ -6,6 +6,7 @@ A SPEC is `builtin`, a path ending in .jsonl, .json, .txt, .parquet (optionally 
 
 import ast
 import hashlib
+import json
 import logging
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -20,9 +21,12 @@ from smoe_profiles.errors import InputError, MachineError
 from smoe_profiles.importers.files import Archive
 from smoe_profiles.parquet import open_parquet
 from smoe_profiles.split import Document, TokenIds
-from smoe_profiles.unpacking import check_stream
+from smoe_profiles.unpacking import OPENERS, SMALL_FILE, check_stream
 
 BUILTIN = "builtin"
+DEEP_LINE = 900
+"""A line with more brackets is looked at for how deep they go."""
+
 PIECE_CHARACTERS = 3000
 BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 COMPRESSIONS = (".xz", ".gz", ".zst", ".bz2")
@@ -187,9 +191,35 @@ def _builder(path: Path) -> str | None:
     if builder is None:
         raise InputError(f"dataset {path} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
     check_stream(path)
+    if builder == "json" and (path.suffix not in OPENERS or path.stat().st_size <= SMALL_FILE):
+        _check_lines(path)
     if path.suffix == ".parquet":
         open_parquet(path)
     return builder
+
+
+def _check_lines(path: Path) -> None:
+    """Raises InputError for a line that would end the process in the library's reader: nested deep, or `null` alone."""
+    opened: Callable[..., Any] = OPENERS.get(path.suffix, open)
+    with opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip() in (b"null", b"true", b"false"):
+                raise InputError(f"dataset {path}: line {number} is {line.strip().decode()}; an object was expected.")
+            if line.count(b"[") + line.count(b"{") > DEEP_LINE and _too_deep(line):
+                raise InputError(f"dataset {path}: line {number} is nested too deep to be a document.")
+
+
+def _too_deep(line: bytes) -> bool:
+    """Whether brackets go deeper than Python reads; of a line that is no document alone, by counting them."""
+    try:
+        json.loads(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        letters = np.frombuffer(line, np.uint8)
+        steps = np.isin(letters, list(b"[{")).astype(np.int64) - np.isin(letters, list(b"]}"))
+        return int(steps.cumsum().max()) > DEEP_LINE
+    return False
 
 
 def _content(row: dict[str, Any], spec: str) -> Any:

@@ -9,7 +9,6 @@ import numpy as np
 
 from smoe_cli.engines.engine_map import EngineMap
 
-
 MOST_RANKS = 1 << 16
 
 

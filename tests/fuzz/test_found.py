@@ -394,6 +394,18 @@ def test_an_expert_on_a_rank_of_more_digits_than_there_are_ranks(tmp_path):
         read_engine_map(tmp_path / "archive.npz")
 
 
+def test_a_data_set_nested_so_deep_that_its_reader_would_end_the_process(tmp_path):
+    (tmp_path / "deep.jsonl").write_text('{"a":' * 20_000 + '{"input_ids": [1]}' + "}" * 20_000)
+    with pytest.raises(InputError, match="line 1 is nested too deep"):
+        list(read_documents(str(tmp_path / "deep.jsonl"), "x", list, 50))
+
+
+def test_a_line_of_a_data_set_that_is_null_which_would_end_the_process(tmp_path):
+    (tmp_path / "null.jsonl").write_text('null\n{"input_ids": [4, 5]}\n')
+    with pytest.raises(InputError, match="line 1 is null"):
+        list(read_documents(str(tmp_path / "null.jsonl"), "x", list, 50))
+
+
 def test_a_placement_of_half_precision_numbers(tmp_path):
     torch.save({"phy2log": torch.zeros(3, 8, dtype=torch.bfloat16)}, tmp_path / "eplb.pt")
     with pytest.raises(InputError, match="no arrays of whole numbers"):
