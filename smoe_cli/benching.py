@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from smoe_cli.breakdown import CEILINGS, ORACLE, row_facts
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
-from smoe_cli.evaluation import LayerRun, held_out, walk_layers
+from smoe_cli.evaluation.breakdown import CEILINGS, ORACLE, row_facts
+from smoe_cli.evaluation.measuring import LayerRun, held_out, walk_layers
+from smoe_cli.evaluation.requests import held_out_requests
 from smoe_cli.placement import layer_predictors, read_placement, read_runtime
-from smoe_cli.request_routing import held_out_requests
 from smoe_cli.runtime.replay import default_cases
 from smoe_cli.runtime.workload import CONTIGUOUS, PLACED, Shape, Workload
 from smoe_profiles.artefact import Artefact

@@ -12,7 +12,7 @@ from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, RayO
 from smoe_solvers.choices import Effort, Goal, Groups, Method, Mode, Seeds
 
 if TYPE_CHECKING:
-    from smoe_cli.solve_options import SolveOptions
+    from smoe_cli.placing.solve_options import SolveOptions
     from smoe_profiles.tables import Tables
     from smoe_profiles.workers import Workers
 
@@ -98,9 +98,9 @@ def cocluster(
     """Place experts on EP ranks so that tokens stay local: writes placement-epG/."""
     from smoe_cli.folder import TABLES, placement_path
     from smoe_cli.hardware import find_cost, load_hardware, read_rank_cost
-    from smoe_cli.mixing import choose_mix
-    from smoe_cli.solve_options import SolveOptions, check_ep, check_nodes, check_options
-    from smoe_cli.solving import choose_robust_mix, placement_to_stay_near, publish_placement
+    from smoe_cli.placing.mixing import choose_mix
+    from smoe_cli.placing.solve_options import SolveOptions, check_ep, check_nodes, check_options
+    from smoe_cli.placing.solving import choose_robust_mix, placement_to_stay_near, publish_placement
     from smoe_cli.workers import open_workers
     from smoe_profiles.artefact import check_target
     from smoe_profiles.tables import open_tables
@@ -162,7 +162,7 @@ def cocluster(
 
 
 def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> dict[str, Any]:
-    from smoe_cli.comparing import compare_methods, held_out_trace
+    from smoe_cli.placing.comparing import compare_methods, held_out_trace
 
     trace = held_out_trace(common.dir, tables)
     with common.console.progress("comparing", len(tables.layers), "layers") as advance:

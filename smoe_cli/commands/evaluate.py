@@ -51,7 +51,7 @@ def evaluate(
 ) -> None:
     """Measure a placement on held-out tokens in six states: writes evaluation-epG/ (replacing an older one)."""
     from smoe_cli.errors import CheckFailedError, UsageError
-    from smoe_cli.evaluation import measure_placement
+    from smoe_cli.evaluation.measuring import measure_placement
     from smoe_cli.folder import TABLES, TRACE, applied, choose_placement
     from smoe_cli.hardware import load_hardware
     from smoe_profiles.tables import open_tables

@@ -36,8 +36,8 @@ def inspect(
     from smoe_cli.engines.importing import inspect_engine_map
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.folder import TABLES, TRACE
-    from smoe_cli.inspecting import compare, find_artefact, inspect_artefact
-    from smoe_cli.showing import show_agreement, show_engine_map, show_summary, show_trace
+    from smoe_cli.inspection.inspecting import compare, find_artefact, inspect_artefact
+    from smoe_cli.inspection.showing import show_agreement, show_engine_map, show_summary, show_trace
 
     console = common.console
     path = find_artefact(common.dir, artefact)

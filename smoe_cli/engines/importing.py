@@ -10,7 +10,7 @@ from smoe_cli.engines.files import read_engine_map
 from smoe_cli.errors import UsageError
 from smoe_cli.folder import PLACEMENT, TABLES, placement_path
 from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, write_map, write_placement
-from smoe_cli.solving import write_served
+from smoe_cli.placing.solving import write_served
 from smoe_profiles.artefact import check_target, publish
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import UNKNOWN_FAMILY, Model, find_model

@@ -6,8 +6,8 @@ Axes: L MoE layers, K experts a token.
 from collections.abc import Sequence
 from typing import Any
 
-from smoe_cli.breakdown import BANDS
-from smoe_cli.evaluation_detail import BINS
+from smoe_cli.evaluation.breakdown import BANDS
+from smoe_cli.evaluation.detail import BINS
 from smoe_cli.report.gathering import Found
 from smoe_cli.report.states import RULE
 from smoe_solvers.predictors import SCORE_MAX

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from smoe_cli.app import run
-from smoe_cli.contraction import choose_smoothing, contract_tables, kept_local
-from smoe_cli.evaluation import HeldOut, layer_figures, walk_layers
+from smoe_cli.evaluation.measuring import HeldOut, layer_figures, walk_layers
 from smoe_cli.placement import Placement
-from smoe_cli.solve_options import SolveOptions
-from smoe_cli.solving import solve_layers
+from smoe_cli.placing.contraction import choose_smoothing, contract_tables, kept_local
+from smoe_cli.placing.solve_options import SolveOptions
+from smoe_cli.placing.solving import solve_layers
 from smoe_profiles.capture.linear import RECENT
 from smoe_profiles.gates import gate_record
 from smoe_profiles.tables import Tables, open_tables

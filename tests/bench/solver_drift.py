@@ -6,7 +6,7 @@ lar of the exact shuffle on odd ones (goal lar, theta 0, true routing). With SMO
 
 import numpy as np
 
-from smoe_cli.mixing import chosen_blocks, equal_mix, robust_mix
+from smoe_cli.placing.mixing import chosen_blocks, equal_mix, robust_mix
 from smoe_solvers.choices import Effort, Goal, Method
 from smoe_solvers.objectives import score
 from smoe_solvers.solve import solve

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import smoe_cli.hardware
-from smoe_cli.breakdown import by_frequency, score_logits
-from smoe_cli.request_routing import read_arrivals
+from smoe_cli.evaluation.breakdown import by_frequency, score_logits
+from smoe_cli.evaluation.requests import read_arrivals
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import find_model
 from smoe_solvers.assignment import assign_rule

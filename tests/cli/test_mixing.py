@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_cli.errors import UsageError
-from smoe_cli.mixing import (
+from smoe_cli.placing.mixing import (
     MOST_REPEATS,
     check_sources,
     chosen_blocks,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from smoe_cli.evaluation.requests import Requests
 from smoe_cli.placement import Placement, contiguous_placement, read_placement, write_placement
-from smoe_cli.request_routing import Requests
-from smoe_cli.solve_options import check_ep
+from smoe_cli.placing.solve_options import check_ep
 from smoe_profiles.artefact import open_artefact
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_solvers.assignment import assign_rule

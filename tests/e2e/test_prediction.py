@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from smoe_cli.evaluation import GATED
+from smoe_cli.evaluation.measuring import GATED
 from smoe_solvers.choices import Predictor
 from tests.e2e.conftest import TEXTS
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from smoe_cli.evaluation.requests import read_arrivals
 from smoe_cli.hardware import load_hardware
 from smoe_cli.placement import layer_predictors, read_runtime
 from smoe_cli.placement import read_placement as smoe_read_placement
-from smoe_cli.request_routing import read_arrivals
 from smoe_cli.runtime import bench
 from smoe_profiles import open_artefact, open_tables, open_trace
 from smoe_profiles.artefact import publish

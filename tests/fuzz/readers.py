@@ -139,7 +139,7 @@ def _single(files: Files, *suffixes: str) -> list[Sample]:
 
 def _manifest(folder: Path, _out: Path, target: Path) -> None:
     """An artefact opened and described, its rows and tables left alone."""
-    from smoe_cli.summaries import artefact_kind, describe
+    from smoe_cli.inspection.summaries import artefact_kind, describe
     from smoe_profiles.artefact import open_artefact
     from smoe_profiles.choices import Level
     from smoe_profiles.trace import open_trace, read_layers
@@ -157,8 +157,8 @@ def _manifest(folder: Path, _out: Path, target: Path) -> None:
 
 def _inspect(folder: Path, _out: Path, target: Path) -> None:
     """Every artefact in the folder, printed both ways."""
-    from smoe_cli.inspecting import inspect_artefact
-    from smoe_cli.showing import show_summary, show_trace
+    from smoe_cli.inspection.inspecting import inspect_artefact
+    from smoe_cli.inspection.showing import show_summary, show_trace
 
     artefact = folder / target.relative_to(folder).parts[0]
     document = inspect_artefact(artefact, ep=None, hashes=False, console=QUIET)
@@ -209,7 +209,7 @@ def _tables(folder: Path, _out: Path, _target: Path) -> None:
 def _solve(folder: Path, out: Path, _target: Path) -> None:
     """Solved and contracted as cocluster does, with whatever lies in the tables."""
     from smoe_cli.placement import contiguous_placement
-    from smoe_cli.solving import layer_inputs, write_served
+    from smoe_cli.placing.solving import layer_inputs, write_served
     from smoe_profiles.tables import open_tables
 
     tables = open_tables(folder / "tables")
@@ -299,7 +299,7 @@ def _model(top_k: int) -> Model:
 
 def _import_placement(folder: Path, out: Path, target: Path) -> None:
     from smoe_cli.engines.importing import import_placement, inspect_engine_map
-    from smoe_cli.showing import show_engine_map
+    from smoe_cli.inspection.showing import show_engine_map
 
     document = inspect_engine_map(target, model_name=str(folder), ep=None if target.suffix == ".npz" else 4)
     with redirect_stdout(StringIO()):
@@ -333,7 +333,7 @@ def _documents(_folder: Path, _out: Path, target: Path) -> None:
 
 
 def _requests(_folder: Path, _out: Path, target: Path) -> None:
-    from smoe_cli.request_routing import read_arrivals
+    from smoe_cli.evaluation.requests import read_arrivals
 
     read_arrivals(target)
 

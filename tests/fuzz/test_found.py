@@ -18,11 +18,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from smoe_cli.engines.files import read_engine_map
+from smoe_cli.evaluation.requests import read_arrivals
 from smoe_cli.hardware import read_rank_cost
-from smoe_cli.inspecting import inspect_artefact
+from smoe_cli.inspection.inspecting import inspect_artefact
+from smoe_cli.inspection.summaries import summarise
 from smoe_cli.placement import read_runtime
-from smoe_cli.request_routing import read_arrivals
-from smoe_cli.summaries import summarise
 from smoe_profiles.artefact import open_artefact
 from smoe_profiles.choices import Level
 from smoe_profiles.datasets import read_documents

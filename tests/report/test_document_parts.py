@@ -82,7 +82,7 @@ def test_layers_without_pairs_have_no_chance():
 
 @given(scores=st.lists(st.lists(st.integers(0, SCORE_MAX), min_size=1, max_size=30), min_size=1, max_size=4))
 def test_pooled_bins_are_those_of_all_rows_at_once(scores):
-    from smoe_cli.evaluation_detail import reliability
+    from smoe_cli.evaluation.detail import reliability
 
     top_k, counts = 6, [np.arange(len(layer)) % 3 for layer in scores]
     arrays = [np.array(layer, np.uint8)[:, None] for layer in scores]

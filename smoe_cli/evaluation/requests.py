@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, share
-from smoe_cli.predicted_time import Pricing
+from smoe_cli.evaluation.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, share
+from smoe_cli.evaluation.pricing import Pricing
 from smoe_profiles.artefact import file_hash
 from smoe_profiles.errors import InputError
 from smoe_profiles.unpacking import OPENERS, check_stream

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.breakdown import (
+from smoe_cli.console import Console
+from smoe_cli.evaluation.breakdown import (
     CEILINGS,
     NONE,
     ORACLE,
@@ -28,14 +29,9 @@ from smoe_cli.breakdown import (
     score_logits,
     share,
 )
-from smoe_cli.console import Console
-from smoe_cli.contraction import contract_tables
-from smoe_cli.evaluation_detail import layer_detail
-from smoe_cli.folder import EVALUATION, sibling
-from smoe_cli.hardware import Hardware
-from smoe_cli.placement import Placement, contiguous_placement, layer_predictors, read_placement, read_runtime
-from smoe_cli.predicted_time import Pricing, price
-from smoe_cli.request_routing import (
+from smoe_cli.evaluation.detail import layer_detail
+from smoe_cli.evaluation.pricing import Pricing, price
+from smoe_cli.evaluation.requests import (
     WAY,
     RequestSums,
     arriving_requests,
@@ -43,6 +39,10 @@ from smoe_cli.request_routing import (
     request_document,
     requests_in_turn,
 )
+from smoe_cli.folder import EVALUATION, sibling
+from smoe_cli.hardware import Hardware
+from smoe_cli.placement import Placement, contiguous_placement, layer_predictors, read_placement, read_runtime
+from smoe_cli.placing.contraction import contract_tables
 from smoe_profiles.artefact import Artefact, publish, require_parent
 from smoe_profiles.errors import ImpossibleError, InputError, SmoeError
 from smoe_profiles.gates import GateRecord, GateRows, gate_record

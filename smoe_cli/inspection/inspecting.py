@@ -14,7 +14,7 @@ import numpy.typing as npt
 from smoe_cli.console import Console
 from smoe_cli.errors import UsageError
 from smoe_cli.folder import TRACE
-from smoe_cli.summaries import artefact_kind, describe, summarise
+from smoe_cli.inspection.summaries import artefact_kind, describe, summarise
 from smoe_profiles.artefact import open_artefact
 from smoe_profiles.choices import Level
 from smoe_profiles.errors import ImpossibleError

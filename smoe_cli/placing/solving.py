@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_cli.console import Console
-from smoe_cli.contraction import choose_smoothing, contract_tables
 from smoe_cli.folder import choose_placement
-from smoe_cli.mixing import Mix, Round, chosen_blocks, gains_by_source, robust_mix, weigh_blocks
 from smoe_cli.placement import (
     PLACEMENT_FILE,
     RUNTIME,
@@ -27,7 +25,9 @@ from smoe_cli.placement import (
     write_placement,
     write_runtime,
 )
-from smoe_cli.solve_options import SolveOptions
+from smoe_cli.placing.contraction import choose_smoothing, contract_tables
+from smoe_cli.placing.mixing import Mix, Round, chosen_blocks, gains_by_source, robust_mix, weigh_blocks
+from smoe_cli.placing.solve_options import SolveOptions
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.tables import Counts, Samples, Tables

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smoe_cli.breakdown import Shuffle, plain_figures
+from smoe_cli.evaluation.breakdown import Shuffle, plain_figures
 from smoe_cli.hardware import Hardware, layer_shape
 from smoe_profiles.tables import Tables
 from smoe_solvers.choices import Mode

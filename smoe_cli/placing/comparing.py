@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_cli.folder import TRACE
-from smoe_cli.solve_options import SolveOptions
-from smoe_cli.solving import LayerInput, layer_inputs, layer_problem
+from smoe_cli.placing.solve_options import SolveOptions
+from smoe_cli.placing.solving import LayerInput, layer_inputs, layer_problem
 from smoe_profiles.choices import Level
 from smoe_profiles.models import same_model
 from smoe_profiles.tables import Tables

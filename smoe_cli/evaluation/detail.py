@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.breakdown import NONE, ORACLE, Shuffle
+from smoe_cli.evaluation.breakdown import NONE, ORACLE, Shuffle
 from smoe_solvers.choices import Assignment
 from smoe_solvers.predictors import SCORE_MAX
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_cli.evaluation import STATES
+from smoe_cli.evaluation.measuring import STATES
 from smoe_cli.folder import CHECKPOINT, EVALUATION, MAP, PLACEMENT, TABLES
 from smoe_cli.placement import contiguous_placement, read_placement
 from smoe_profiles.artefact import Artefact, open_artefact

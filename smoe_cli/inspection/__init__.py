@@ -1,0 +1,1 @@
+"""What smoe inspect does: any artefact described, two traces compared, and how both are shown."""

@@ -1,0 +1,1 @@
+"""What smoe cocluster does: problems from tables, solved, compared, and contracted to what is served."""
