@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from smoe_cli import errors
+from smoe_cli import errors, signals
 from smoe_cli.commands import (
     bench,
     build_tables,
@@ -77,10 +77,6 @@ def smoe(
     """Options before a command; typer shows the app's help text."""
 
 
-def _on_term(_signal: int, _frame: Any) -> NoReturn:
-    raise errors.Terminated
-
-
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
@@ -104,7 +100,7 @@ def _exit_code(error: SystemExit) -> int:
 
 def main() -> NoReturn:
     """Entry point of the `smoe` script."""
-    signal.signal(signal.SIGTERM, _on_term)
+    signals.listen()
     closed = sys.stdout is None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # print(file=None) would write to the other one

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TextIO
 
+from smoe_cli import signals
+
 PLAIN_INTERVAL = 5.0
 WIDTH = 80
 
@@ -69,7 +71,21 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-        """Progress on stderr with rate and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
+        """Progress on stderr with rate and time left: a bar on a terminal, a plain line every few seconds elsewhere.
+
+        A signal that a library swallowed is raised at its next step.
+        """
+        with self._drawn(label, total, unit) as advance:
+
+            def step(count: int) -> None:
+                signals.check()
+                advance(count)
+
+            yield step
+        signals.check()
+
+    @contextmanager
+    def _drawn(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
         if self.quiet:
             yield lambda _count: None
         elif _drawable(sys.stderr):

@@ -243,6 +243,7 @@ def publish(
         yield draft
         for parent in parents:
             check_unchanged(parent.stamps)
+        (draft.record / "run.json").unlink(missing_ok=True)  # of a killed run that this one goes on from
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,

@@ -41,7 +41,7 @@ def test_what_is_not_asked_for_need_not_be_there(routing):
     smoe("cocluster", "--ep", 4, "--effort", "fast", "--goal", "fanout", cwd=routing)
     smoe("evaluate", cwd=routing)
     said = smoe("cocluster", "--ep", 4, "--goal", "time", "--name", "t", cwd=routing, code=3).err
-    assert "name the model's folder" in said
+    assert "name the model to smoe profile or smoe import" in said
 
 
 def test_permuted_tensors_are_written_whole_and_in_rows(tiny, tmp_path):

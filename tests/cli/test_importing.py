@@ -87,7 +87,7 @@ def test_a_trace_without_token_ids_can_be_placed_by_co_activation(smoe):
 def test_a_lower_level_says_that_it_is_too_low(smoe):
     out, err = smoe("import", FIXTURES / "mixtral8x7b_triples.npz", "--model", "mixtral-8x7b")
     assert "level token-count, 3 of 32 MoE layers" in out
-    assert "next" not in err
+    assert "next: smoe inspect" in err
     assert "is of level token-count; level token is needed" in smoe("build-tables", code=4)[1]
 
 

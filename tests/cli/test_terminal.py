@@ -214,8 +214,9 @@ def test_a_library_that_ends_the_program_is_a_failure_whatever_code_it_names(mon
 
 def test_shell_completion_leaves_with_0():
     script = subprocess.run(
-        [*SMOE, "--show-completion", "bash"], capture_output=True, text=True, check=False, env=environment()
-    )
+        [*SMOE, "--show-completion", "bash"], capture_output=True, text=True, check=False,
+        env=environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"),
+    )  # fmt: skip
     assert script.returncode == 0, script.stderr
     assert "complete" in script.stdout
 
@@ -297,3 +298,31 @@ def test_a_narrow_terminal_changes_the_table_not_the_numbers():
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, b"")
     assert max(len(line) for line in text.splitlines()) <= 40
+
+
+SWALLOWED = """
+import os, signal
+from smoe_cli import signals
+from smoe_cli.console import Console
+from smoe_cli.errors import Interrupted, Terminated
+
+signals.listen()
+try:
+    os.kill(os.getpid(), signal.{name})
+except BaseException:  # as around an optional import
+    pass
+try:
+    with Console(quiet=True).progress("layers", 2, "layers") as advance:
+        advance(1)
+except {raised}:
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize(("name", "raised"), [("SIGTERM", "Terminated"), ("SIGINT", "Interrupted")])
+def test_a_signal_that_a_library_swallowed_stops_the_command_at_its_next_step(name, raised):
+    """A profile that was told to stop while its model was loaded went on to its end."""
+    script = SWALLOWED.format(name=name, raised=raised)
+    command = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler){script}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert (done.stdout, done.returncode) == ("stopped\n", 0), done.stderr

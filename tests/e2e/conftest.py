@@ -11,7 +11,7 @@ TEXTS = Path(__file__).parents[1] / "fixtures/texts"
 
 def _path(folder, model, ep):
     """Fit texts to a placement, a second trace of other texts to measure on."""
-    tokens = ("--max-tokens", "10000")
+    tokens = ("--max-tokens", "6000")
     smoe("profile", "--model", model, "--dataset", TEXTS / "fit.jsonl.gz", *tokens, "--split", "fit", cwd=folder)
     smoe(
         *("profile", "--model", model, "--dataset", TEXTS / "heldout.jsonl.gz", *tokens),

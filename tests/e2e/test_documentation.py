@@ -103,7 +103,7 @@ STARTS = Counter(tuple(path[:length]) for path in PATHS.values() for length in r
 def group_limited_routing():
     """Planted routing under DeepSeek-V2's rule: 160 experts, 3 of 8 groups by their best expert, then 6 experts."""
     generator = np.random.default_rng(0)
-    vocab, lengths = 60, (128,) * 24
+    vocab, lengths = 60, (128,) * 16
     tokens = generator.integers(0, vocab, sum(lengths))
     scores = generator.random((3, vocab, 160))[:, tokens] + generator.random((3, len(tokens), 160)) / 5
     best = scores.reshape(3, len(tokens), 8, 20).max(axis=3).argsort(axis=2)[:, :, :5]

@@ -17,7 +17,7 @@ ALL = [option for predictor in Predictor for option in ("--predictor", predictor
 def folder(tmp_path_factory, run_smoe):
     """A trace with the early gate, tables and a placement; a held-out trace in `other`."""
     place = tmp_path_factory.mktemp("prediction")
-    for text, tokens, split in (("fit", "24000", "fit"), ("heldout", "6000", "heldout")):
+    for text, tokens, split in (("fit", "16000", "fit"), ("heldout", "5000", "heldout")):
         where = () if text == "fit" else ("-C", "other")
         run_smoe(
             *("profile", "--model", "tiny-deepseek", "--dataset", TEXTS / f"{text}.jsonl.gz", "--max-tokens", tokens),

@@ -59,7 +59,11 @@ def kill_at(arguments, folder, journal, size):
 
 
 @pytest.mark.parametrize(
-    ("early_gate", "sizes"), [("none", (210_000, 430_000)), ("sample", (1_000_000, 1_200_000))], ids=["plain", "early"]
+    ("early_gate", "sizes"),
+    [
+        pytest.param("none", (210_000, 430_000), id="plain"),
+        pytest.param("sample", (1_000_000, 1_200_000), id="early", marks=pytest.mark.slow),
+    ],
 )  # sizes of the journal after the first and after the second batch, and a little
 def test_a_run_killed_twice_and_started_again_gives_the_same_bytes(early_gate, sizes, run_smoe, tmp_path):
     texts = Path(__file__).parents[1] / "fixtures/texts/heldout.jsonl.gz"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parents[2] / "examples/slurm"
 NOUNS = ("lid", "pan", "cup", "tin", "jar")
 
@@ -24,6 +26,7 @@ def manifest(folder):
     return json.loads((folder / "manifest.json").read_text())["parameters"]
 
 
+@pytest.mark.slow
 def test_array_tasks_record_count_and_place(tmp_path):
     texts = [f"A {noun} and {number} more, then the {noun} again. " * 3 for number in range(8) for noun in NOUNS]
     (tmp_path / "prompts-1.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))

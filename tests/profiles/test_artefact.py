@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -397,3 +398,17 @@ def test_hashing_says_how_far_it_is(tmp_path, monkeypatch):
     open_artefact(tmp_path / "trace", "trace", hashes=True, progress=seen.append)
     assert sum(seen) == sum(facts["bytes"] for facts in made.manifest["files"].values())
     assert max(seen) == 1000
+
+
+def test_a_run_that_goes_on_does_not_list_what_a_killed_one_said_of_itself(tmp_path):
+    """run.json of a run killed just before its manifest stood in the next one's, with another size."""
+    resume = {"of": "a test"}
+    with (
+        suppress(KeyboardInterrupt),
+        publish(tmp_path / "x", "test", parameters={}, model={}, resume=resume) as draft,
+    ):
+        (draft.record / "run.json").write_text("{}")
+        raise KeyboardInterrupt
+    with publish(tmp_path / "x", "test", parameters={}, model={}, resume=resume) as draft:
+        assert (draft.record / "run.json").exists()
+    assert list(open_artefact(tmp_path / "x", "test").manifest["files"]) == []

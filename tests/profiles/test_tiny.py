@@ -65,6 +65,7 @@ def gain(model, network, ranks):
     return 1 - np.mean(placed) / np.mean(random)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WANTED)
 def test_a_trained_tiny_model_routes_with_structure_and_an_untrained_one_does_not(name):
     model = find_model(name)
