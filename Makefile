@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+unexport PYTHONDONTWRITEBYTECODE  # the tests start a hundred interpreters
+
 .PHONY: help demo smoke test thorough lint fuzz type matrix audit ranks ray shots bench prediction reproduce docs clean
 
 help:  ## this list
@@ -11,7 +13,7 @@ help:  ## this list
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
 	touch $@
 
 demo: $(STAMP)  ## run the main job end to end on the bundled tiny-deepseek

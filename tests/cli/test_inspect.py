@@ -14,7 +14,7 @@ import pytest
 from smoe_cli.app import run
 from smoe_profiles.choices import Level
 from tests.profiles.conftest import publish_trace
-from tests.profiles.test_inspection import (
+from tests.profiles.planted_traces import (
     LAYERS,
     decoding,
     lower_trace,

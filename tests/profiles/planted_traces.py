@@ -11,6 +11,7 @@ from smoe_profiles.artefact import publish
 from smoe_profiles.choices import Level
 from smoe_profiles.inspection.counts import inspect_counts
 from smoe_profiles.inspection.rows import inspect_rows
+from smoe_profiles.levels import write_level
 from smoe_profiles.split import PARTS
 from smoe_profiles.trace import PHASES, Rows, TraceLayer, open_trace
 from tests.profiles.conftest import IDENTITY, SOURCES, trace_parameters
@@ -94,3 +95,44 @@ def kinds(inspection):
 
 def message(inspection, kind):
     return next(finding.message for finding in inspection.findings if finding.kind == kind)
+
+
+def decoding(rows):
+    """The second half of every sequence as decode rows."""
+    return replace(rows, phase=np.where(rows.position >= 4, DECODE, 0).astype(np.int16))
+
+
+def lower_trace(path, level, rows, layers=LAYERS):
+    """The rows as counts of a lower level."""
+    with publish(path, "trace", parameters={}, model=IDENTITY) as draft:
+        for index, layer in enumerate(layers):
+            parts = {}
+            for code, part in enumerate(PARTS):
+                here = rows.split == code
+                ids, token = rows.experts[index][here].astype(np.int64), rows.token_id[here].astype(np.int64)
+                columns = {
+                    Level.TOKEN_COUNT: {"token_id": np.repeat(token, layer.top_k), "expert": ids.reshape(-1)},
+                    Level.COUNT: {"expert": ids.reshape(-1)},
+                    Level.PAIR: {
+                        "expert": np.repeat(ids, layer.top_k, axis=1).reshape(-1),
+                        "other": np.tile(ids, layer.top_k).reshape(-1),
+                    },
+                }[level]
+                parts[part] = columns | {"count": np.ones(len(columns["expert"]), np.int64)}
+            write_level(draft.path, layer, level, parts)
+        counts = {part: int((rows.split == code).sum()) for code, part in enumerate(PARTS)}
+        draft.parameters |= trace_parameters(layers, counts) | {"level": level.value, "ordered": False}
+    return open_trace(path, needs=Level.COUNT)
+
+
+def renumbered(rows, seed=5):
+    """The same rows by a model whose experts are numbered otherwise in every layer."""
+    generator = np.random.default_rng(seed)
+    return replace(
+        rows,
+        experts=[generator.permutation(16 if k == 0 else 12)[e].astype(np.uint16) for k, e in enumerate(rows.experts)],
+    )
+
+
+def two_sources(one, other):
+    return [replace(one, source=np.zeros(600, np.int16)), replace(other, source=np.ones(600, np.int16))]

@@ -23,7 +23,7 @@ from smoe_profiles.levels import write_level
 from smoe_profiles.split import PARTS
 from smoe_profiles.trace import PHASES, UNKNOWN_TOKEN, Rows, TraceLayer, open_trace
 from tests.profiles.conftest import IDENTITY, SOURCES, publish_trace, random_rows, trace_parameters
-from tests.profiles.planted_traces import LAYERS, kinds, look, plant, routed_rows, with_experts
+from tests.profiles.planted_traces import LAYERS, kinds, look, lower_trace, plant, routed_rows, with_experts
 
 # Numbers.
 
@@ -192,29 +192,6 @@ def test_memory_does_not_grow_with_rows(tmp_path):
 
 
 # Below level token.
-
-
-def lower_trace(path, level, rows, layers=LAYERS):
-    """The rows as counts of a lower level."""
-    with publish(path, "trace", parameters={}, model=IDENTITY) as draft:
-        for index, layer in enumerate(layers):
-            parts = {}
-            for code, part in enumerate(PARTS):
-                here = rows.split == code
-                ids, token = rows.experts[index][here].astype(np.int64), rows.token_id[here].astype(np.int64)
-                columns = {
-                    Level.TOKEN_COUNT: {"token_id": np.repeat(token, layer.top_k), "expert": ids.reshape(-1)},
-                    Level.COUNT: {"expert": ids.reshape(-1)},
-                    Level.PAIR: {
-                        "expert": np.repeat(ids, layer.top_k, axis=1).reshape(-1),
-                        "other": np.tile(ids, layer.top_k).reshape(-1),
-                    },
-                }[level]
-                parts[part] = columns | {"count": np.ones(len(columns["expert"]), np.int64)}
-            write_level(draft.path, layer, level, parts)
-        counts = {part: int((rows.split == code).sum()) for code, part in enumerate(PARTS)}
-        draft.parameters |= trace_parameters(layers, counts) | {"level": level.value, "ordered": False}
-    return open_trace(path, needs=Level.COUNT)
 
 
 @pytest.mark.parametrize("level", [Level.TOKEN_COUNT, Level.PAIR, Level.COUNT])

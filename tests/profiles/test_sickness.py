@@ -21,13 +21,16 @@ from tests.profiles.planted_traces import (
     DECODE,
     FIXTURE,
     LAYERS,
+    decoding,
     kinds,
     lists,
     look,
     message,
     plant,
     quiet,
+    renumbered,
     routed_rows,
+    two_sources,
     with_experts,
 )
 
@@ -75,11 +78,6 @@ def test_a_layer_of_one_expert_a_token_that_is_always_0(tmp_path):
     rows = replace(routed_rows(), experts=[np.zeros((600, 1), np.uint16)], weights=[None])
     found = look(publish_trace(tmp_path / "trace", [layer], [rows]))
     assert kinds(found) == [("0", "always-chosen"), ("0", "equal-rows")]
-
-
-def decoding(rows):
-    """The second half of every sequence as decode rows."""
-    return replace(rows, phase=np.where(rows.position >= 4, DECODE, 0).astype(np.int16))
 
 
 def test_decode_rows_that_never_change(tmp_path):
@@ -236,19 +234,6 @@ def test_a_trace_without_rows(tmp_path):
     found = look(plant(tmp_path / "trace", LAYERS, [rows]))
     assert [kind for _, kind in kinds(found)] == ["no-rows"] * 3
     assert found.verdict == "sick: layers 1-4: no rows"
-
-
-def two_sources(one, other):
-    return [replace(one, source=np.zeros(600, np.int16)), replace(other, source=np.ones(600, np.int16))]
-
-
-def renumbered(rows, seed=5):
-    """The same rows by a model whose experts are numbered otherwise in every layer."""
-    generator = np.random.default_rng(seed)
-    return replace(
-        rows,
-        experts=[generator.permutation(16 if k == 0 else 12)[e].astype(np.uint16) for k, e in enumerate(rows.experts)],
-    )
 
 
 def test_rows_of_two_models(tmp_path):
