@@ -103,6 +103,7 @@ def cocluster(
     from smoe_cli.placing.solving import choose_robust_mix, placement_to_stay_near, publish_placement
     from smoe_cli.workers import open_workers
     from smoe_profiles.artefact import check_target
+    from smoe_profiles.models import is_unknown
     from smoe_profiles.tables import open_tables
 
     machine = load_hardware(hardware)
@@ -158,7 +159,8 @@ def cocluster(
             old=near.placement if near else None,
         )
     document["mixes_tried"] = [asdict(one) | {"mean": one.mean, "worst": one.worst} for one in tried]
-    common.console.result(document, lambda: _show(common, document), common.next("regroup", "--placement", target.name))
+    step = "evaluate" if is_unknown(tables.artefact.model) else "regroup"  # without weights there is nothing to rewrite
+    common.console.result(document, lambda: _show(common, document), common.next(step, "--placement", target.name))
 
 
 def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> dict[str, Any]:

@@ -54,6 +54,7 @@ def evaluate(
     from smoe_cli.evaluation.measuring import measure_placement
     from smoe_cli.folder import TABLES, TRACE, applied, choose_placement
     from smoe_cli.hardware import load_hardware
+    from smoe_profiles.models import is_unknown
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
 
@@ -73,7 +74,8 @@ def evaluate(
         hardware=load_hardware(hardware),
         console=common.console,
     )
-    following = common.next("report" if applied(chosen) else "regroup", "--placement", chosen.path.name)
+    step = "report" if applied(chosen) or is_unknown(chosen.model) else "regroup"
+    following = common.next(step, "--placement", chosen.path.name)
     common.console.result(document, lambda: show(common.console, document, mode), following)
     state, judge, judged = _judged(document, mode)
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]
