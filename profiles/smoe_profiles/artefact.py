@@ -266,7 +266,7 @@ def publish(
         for scratch in staging.glob(f"{SCRATCH}*"):
             _remove(scratch)
         for folder in {path.parent for path in staging.rglob("*")}:
-            _sync_directory(folder)
+            sync_to_disk(folder)
         check_target(target, force=force)
         _rename(staging, target)
     except BaseException as error:
@@ -358,8 +358,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -370,16 +371,16 @@ def _rename(staging: Path, target: Path) -> None:
     """Put `staging` at `target`; an old target is exchanged in one step where the system can, else set aside."""
     if not target.exists():
         staging.rename(target)
-        _sync_directory(target.parent)
+        sync_to_disk(target.parent)
     elif _exchange(staging, target):
-        _sync_directory(target.parent)
+        sync_to_disk(target.parent)
         shutil.rmtree(staging)
     else:
         aside = _set_aside_name(target)
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
         staging.rename(target)
-        _sync_directory(target.parent)
+        sync_to_disk(target.parent)
         shutil.rmtree(aside)
 
 

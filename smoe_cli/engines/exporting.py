@@ -1,6 +1,5 @@
 """What smoe export does: one placement artefact into one engine's file, published whole or not at all."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from smoe_cli.engines.engine_map import EngineMap, ModelLayers
 from smoe_cli.engines.files import WRITERS
 from smoe_cli.folder import CHECKPOINT, sibling, trace_model_name
 from smoe_cli.placement import Placement, read_placement
-from smoe_profiles.artefact import Artefact
+from smoe_profiles.artefact import Artefact, sync_to_disk
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import Model, describe_identity, find_model
 from smoe_profiles.tensors import read_json
@@ -75,23 +74,15 @@ def export_placement(
     staged = path.with_name(f".{path.name}.partial")
     try:
         write(staged, found, layers)
-        _sync(staged)
+        sync_to_disk(staged)
         staged.replace(path)
-        _sync(path.parent)
+        sync_to_disk(path.parent)
     finally:
         staged.unlink(missing_ok=True)
     notes = [note.replace("FILE", str(path)) for note in form.notes(found, layers)]
     if model.folder is None and not layers.extra:
         notes.append(f"the config of {model.name} is not here: layers of multi-token prediction, if any, are left out")
     return {"path": str(path), "to": target.value, "notes": notes, "layers": len(placement.layer_ids), "slots": slots}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _vllm_recipe(chosen: Artefact, model: Model, placement: Placement) -> list[str]:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from smoe_cli.folder import PLACEMENT
+from smoe_profiles.artefact import sync_to_disk
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 
 MARK = b'<meta name="generator" content="smoe report">'
@@ -46,14 +47,6 @@ def write_page(path: Path, page: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         staged.replace(path)
-        _sync(path.parent)
+        sync_to_disk(path.parent)
     finally:
         staged.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
