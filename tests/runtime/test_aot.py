@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from smoe_cli.runtime import barrier, combine, dispatch, launch, plan_kernel, sag, srs, weighing  # noqa: E402
+from smoe_cli.runtime import barrier, block_sums, combine, dispatch, launch, plan_kernel, sag, srs, weighing  # noqa: E402
 
 POINTERS = {
     "*i64": ["bases", "index", "position"],
@@ -119,14 +119,33 @@ def test_the_weighing_of_products_moves_sixteen_bytes_rounds_every_product_and_s
     assert used["REG"] <= 64
 
 
-@pytest.mark.parametrize("block", [64, 1024])
-def test_the_plan_loads_a_row_of_scores_at_once_and_spills_nothing(block, tmp_path):
+def built_plan(block, ranks):
     warps = plan_kernel.num_warps(block)
-    shape = {"RANKS": 8, "PADDED": 8, "EACH": block // (32 * warps), "THREADS": 32 * warps}
-    kernel = plan_kernel._plan_kernel
-    constants = shape | {"GATHER": True, "SPLIT": False}
-    code = compiled(kernel, warps, constants, TYPES | {"rows": "i32"}, enable_fp_fusion=True)
+    shape = {"RANKS": ranks, "PADDED": plan_kernel.triton.next_power_of_2(ranks), "ROW": plan_kernel.ROWS.get(ranks)}
+    shape |= {"EACH": block // (32 * warps), "THREADS": 32 * warps, "SUMS": block_sums.sums_code(warps)}
+    shape |= {"GATHER": True, "SPLIT": block > 1024}
+    return compiled(plan_kernel._plan_kernel, warps, shape, TYPES | {"rows": "i32"}, enable_fp_fusion=True), warps
+
+
+@pytest.mark.parametrize(("block", "ranks"), [(64, 8), (1024, 8), (2048, 8), (1024, 4), (64, 2)])
+def test_the_plan_loads_a_row_of_scores_at_once_spills_nothing_and_meets_once_a_sum(block, ranks, tmp_path):
+    code, warps = built_plan(block, ranks)
     used = resources(code.asm["cubin"], tmp_path)
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
     assert used["REG"] <= 255
-    assert "ld.global.v2.b32" in code.asm["ptx"]
+    ptx = code.asm["ptx"]
+    assert not re.search(r"ld\.global\.[a-z:.0-9]*[bu]8", ptx), "scores are loaded one by one"
+    assert block_sums.is_sound(code.asm["ttgir"], warps)
+    assert len(re.findall(r"redux\.sync\.add", ptx)) >= 4 * 6
+    assert ptx.count("sums[") == ptx.count("[buffer];") == (0 if warps == 1 else ptx.count("redux.sync.add") // 4)
+
+
+def test_sums_whose_words_lie_otherwise_are_told_from_sound_ones():
+    """Rows of six scores spread a thread's words over several: every one would be summed alone."""
+    code, warps = built_plan(1024, 6)
+    assert "elementwise_inline_asm" in code.asm["ttgir"]
+    assert not block_sums.is_sound(code.asm["ttgir"], warps)
+    good, _ = built_plan(256, 8)
+    assert not block_sums.is_sound(good.asm["ttgir"], warps=4)
+    assert not block_sums.is_sound(good.asm["ttgir"].replace("threadsPerWarp = [1, 32]", "threadsPerWarp = [2, 16]"), 2)
+    assert not block_sums.is_sound("", 1)
