@@ -175,7 +175,7 @@ def attended_layers(batch: Batch, exchange: Exchange, experts: LocalExperts) -> 
     another stream during the attention, as the run time does; `first` makes it before.
     """
     assert batch.scores is not None
-    layer, attend = replayed_layer(SHUFFLING, batch, exchange, experts), attention(batch, exchange.num_ranks)
+    layer, attend = replayed_layer(SHUFFLING, batch, exchange, experts), attention(batch.partial, exchange.num_ranks)
     plan, other = planning(batch.scores, exchange.num_ranks), aside(batch.partial.device)
 
     def run(partial: Tensor, made: Plan) -> Tensor:
@@ -193,9 +193,8 @@ def attended_layers(batch: Batch, exchange: Exchange, experts: LocalExperts) -> 
     return {"free": lambda: run(attend(), batch.plan), "beside": beside, "first": first}
 
 
-def attention(batch: Batch, num_ranks: int) -> Callable[[], Tensor]:
-    """Attention of one sequence by this rank's heads, of random weights: its share [T, H] of the output."""
-    rows = batch.partial
+def attention(rows: Tensor, num_ranks: int) -> Callable[[], Tensor]:
+    """Attention of one sequence by a rank's heads, of random weights: its share of the output. rows: [T, H]."""
     heads = max(1, rows.shape[1] // HEAD // num_ranks)
     generator = torch.Generator(rows.device).manual_seed(0)
 

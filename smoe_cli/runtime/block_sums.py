@@ -2,8 +2,8 @@
 
 Axes: M threads of a block. Every thread adds two words of four 16-bit fields, which must not overflow.
 
-The assembly stands for one word of a thread. That is how Triton lays out [1, M] with M threads; should it ever lay it out
-otherwise, sums would be wrong, so whoever launches such a kernel asks `is_sound` first.
+The assembly stands for one word of a thread. That is how Triton lays out [1, M] with M threads; laid out otherwise,
+sums would be wrong, so whoever launches such a kernel asks `is_sound` first.
 """
 
 import re

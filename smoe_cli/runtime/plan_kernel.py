@@ -6,8 +6,8 @@ counts cross threads, and every thread keeps all ranks' books ([P, M], alike in 
 longer. Measured on an H200 (docs/results.md); integers of 32 bits hold all values.
 
 Counts by rank lie side by side in words, in the order of P - 1 - rank: a key's lowest bits, so that of equal values the
-lower rank wins. A thread's own are the P fields of 32 bits; the block's are the 16-bit fields of two words, those of even
-P - 1 - rank and those of odd.
+lower rank wins. A thread's own are the P fields of 32 bits; the block's are the 16-bit fields of two words, one of even
+and one of odd P - 1 - rank.
 """
 
 from typing import Any

@@ -1,4 +1,8 @@
-"""A process for each GPU of this host, joined by NCCL and gloo: started once, for eight starts take their time."""
+"""A process for each GPU of this host, joined by NCCL and gloo: started once, for eight starts take their time.
+
+With SMOE_RANKS there are as many processes on the GPUs that there are, joined by gloo. They take turns on a GPU, at
+some ms a turn, so they time nothing and cross no link; but the compiled kernels run, with that many ranks.
+"""
 
 import os
 import pickle
@@ -12,9 +16,34 @@ import torch
 
 from tests.runtime.ranks import answer
 
-COUNT = torch.cuda.device_count()
+DEVICES = torch.cuda.device_count()
+COUNT = int(os.environ.get("SMOE_RANKS", DEVICES))
+SHARED = 0 < DEVICES < COUNT
 SECONDS, START = 120, 120
 """That a test may take, and the start of the processes."""
+
+
+def device_of(rank):
+    return torch.device("cuda", rank % DEVICES)
+
+
+def map_everywhere(memory):
+    """Memory of ranks that share a GPU as the others see it, through handles of CUDA. As `region.allocate_on_gpus`."""
+    import torch.distributed as dist
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    handles = [None] * dist.get_world_size()
+    dist.all_gather_object(handles, reduce_tensor(memory))
+    handles[dist.get_rank()] = (lambda: memory, ())
+    mapped = [open_handle(*arguments) for open_handle, arguments in handles]
+    return memory, torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64, device=memory.device), mapped
+
+
+def shared_allocation(device):
+    """How an exchange of this test comes by its memory: None for the library's own way."""
+    if not SHARED:
+        return None
+    return lambda size: map_everywhere(torch.empty(size, dtype=torch.uint8, device=device))
 
 
 class Gpus:
@@ -89,9 +118,9 @@ def _serve(end, rank, number, path, device):
 
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_GRAPH_REGISTER": "0"}
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" and not SHARED else "gloo",
         init_method=f"file://{path}",
         rank=rank,
         world_size=number,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.gpus import COUNT
+from tests.gpu.gpus import COUNT, SHARED
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("SMOE_DATA", ROOT.parent / "shared/data")) / "models/ref-deepseek-v2"
@@ -17,7 +17,7 @@ RANKS = max((ranks for ranks in (2, 4, 8) if ranks <= COUNT), default=0)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(RANKS == 0, reason=f"needs two GPUs of one host, {COUNT} found")
-@pytest.mark.parametrize("backend", ["symmetric", "collectives"])
+@pytest.mark.parametrize("backend", ["symmetric"] if SHARED else ["symmetric", "collectives"])
 def test_ranks_on_gpus_give_the_logits_and_the_text_of_one_process(backend, tmp_path):
     from tests.runtime.models import make_map
 

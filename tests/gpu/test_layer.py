@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.gpus import COUNT, run_on_gpus
+from tests.gpu.gpus import COUNT, DEVICES, device_of, run_on_gpus
 from tests.gpu.test_kernels import opened
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def beside(rank):
     from tests.runtime.exchange_checks import near
     from tests.runtime.test_replay import workload
 
-    device, exchange = torch.device("cuda", rank), opened(rank, TOKENS, HIDDEN)
+    device, exchange = device_of(rank), opened(rank, TOKENS, HIDDEN)
     load = replace(workload(TOKENS, COUNT), shape=Shape(HIDDEN, 64, 8, 2))
     batch = make_batch(load, Case("speculative", "placed", "oracle"), TOKENS, rank, device, torch.bfloat16)
     scores = batch.scores
@@ -51,7 +51,7 @@ def test_a_plan_made_beside_the_attention_is_the_one_made_before_it():
     run_on_gpus(beside)
 
 
-@pytest.mark.skipif(COUNT < 1, reason="needs a CUDA device")
+@pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("places", "top_k", "hidden"), [(4096, 6, 2048), (1001, 8, 5120), (333, 2, 2880), (64, 1, 100)]
