@@ -75,9 +75,10 @@ _sound: dict[tuple[object, ...], bool] = {}
 
 
 def _sums(arguments: tuple[Any, ...], shape: dict[str, Any], warps: int) -> str:
-    """`sums_code` where it is sound in the kernel compiled for these arguments, else nothing."""
+    """`sums_code` where it is sound in the kernel compiled for these arguments, else nothing. Scores loaded one by one
+    would spread a thread's words."""
     table, index = arguments[:2]
-    if not table.is_cuda:
+    if not table.is_cuda or shape["ROW"] is None:
         return ""
     code = sums_code(warps)
     known = (*shape.values(), None if index is None else index.dtype)
