@@ -81,7 +81,8 @@ def _sums(arguments: tuple[Any, ...], shape: dict[str, Any], warps: int) -> str:
     if not table.is_cuda or shape["ROW"] is None:
         return ""
     code = sums_code(warps)
-    known = (*shape.values(), None if index is None else index.dtype)
+    given = tuple(None if one is None else (one.dtype, one.data_ptr() % 16, one.device) for one in (table, index))
+    known = (*shape.values(), *given)
     if known not in _sound:
         kernel = _plan_kernel.warmup(*arguments, **shape, SUMS=code, grid=(1,))
         _sound[known] = is_sound(kernel.asm["ttgir"], warps)
