@@ -1,6 +1,6 @@
 """What smoe verify does: prove that what regroup wrote for a placement is the same model."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from smoe_cli.checkpoint.rewrite import expected_rewrite
 from smoe_cli.checkpoint.verify import compare_tensors
 from smoe_cli.console import Console
 from smoe_cli.folder import CHECKPOINT, MAP, TRACE, model_of, sibling
+from smoe_cli.layer_numbers import parse_layers
 from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, read_placement
 from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import ImpossibleError, InputError
@@ -26,6 +27,15 @@ PROMPTS = 8
 IntArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What models are run on. input_ids: [B, S], from `source`; only: the MoE layers to compare, None: all there is."""
+
+    input_ids: IntArray
+    source: str
+    only: list[int] | None
+
+
 def verify_model(
     chosen: Artefact,
     folder: Path,
@@ -33,26 +43,30 @@ def verify_model(
     dataset: str | None,
     *,
     tensors_only: bool,
+    layers: str | None,
     hashes: bool,
     console: Console,
 ) -> dict[str, Any]:
     """Check the checkpoint and the map that regroup wrote for a placement.
 
-    Returns {passed, failures, ...} of the checkpoint, with the map's under `map` where there are both, else of the one
-    there is. Raises InputError if nothing was written.
+    layers: the MoE layers to run, such as 1-4,9; None: the whole model. Returns {passed, failures, ...} of the
+    checkpoint, with the map's under `map` where there are both, else of the one there is. Raises InputError if nothing
+    was written, UsageError if the model has no such layer.
     """
     checkpoint, mapped = sibling(chosen.path, CHECKPOINT), sibling(chosen.path, MAP)
     if not checkpoint.exists() and not mapped.exists():
         raise InputError(f"neither {checkpoint} nor {mapped} exists; write one with smoe regroup.")
     model = model_of(chosen, folder, model_name)
+    trial = None
     if not tensors_only:
-        _check_runs(model, checkpoint=checkpoint.exists(), mapped=mapped.exists())
-    prompts = None if tensors_only else _prompts(model, dataset, folder)
+        only = None if layers is None else parse_layers(layers, [layer.id for layer in model.spec.layers])
+        _check_runs(model, only, checkpoint=checkpoint.exists(), mapped=mapped.exists())
+        trial = Trial(*_prompts(model, dataset, folder), only)
     found = []
     if checkpoint.exists():
-        found.append(_verify_checkpoint(_open(checkpoint, hashes, console), chosen, model, prompts, console))
+        found.append(_verify_checkpoint(_open(checkpoint, hashes, console), chosen, model, trial, console))
     if mapped.exists():
-        found.append(_verify_map(open_artefact(mapped, MAP, hashes=hashes), chosen, model, prompts, console))
+        found.append(_verify_map(open_artefact(mapped, MAP, hashes=hashes), chosen, model, trial, console))
     for document in found:
         document["passed"] = not document["failures"]
     if len(found) == 2:
@@ -69,12 +83,8 @@ def _open(checkpoint: Path, hashes: bool, console: Console) -> Artefact:
         return open_artefact(checkpoint, CHECKPOINT, hashes=True, progress=advance)
 
 
-Prompts = tuple[IntArray, str]
-"""Token ids [B, S], and where they come from."""
-
-
 def _verify_checkpoint(
-    written: Artefact, chosen: Artefact, model: Model, prompts: Prompts | None, console: Console
+    written: Artefact, chosen: Artefact, model: Model, trial: Trial | None, console: Console
 ) -> dict[str, Any]:
     placement = read_placement(written)
     before = recorded_map(model.local_folder(), *placement.physical_to_logical.shape)
@@ -89,8 +99,8 @@ def _verify_checkpoint(
         except InputError as error:  # its index or a header, not an input of ours
             failures.append(str(error))
     routing = None
-    if prompts and not failures:
-        routing = _verify_routing(model, find_model(str(written.path)), relative, prompts, console)
+    if trial and not failures:
+        routing = _verify_routing(model, find_model(str(written.path)), relative, trial, console)
         failures = routing.pop("failures")
     return {
         "path": str(written.path),
@@ -119,42 +129,42 @@ def _record_failures(written: Artefact, chosen: Artefact, placement: Placement, 
 
 
 def _verify_map(
-    written: Artefact, chosen: Artefact, model: Model, prompts: Prompts | None, console: Console
+    written: Artefact, chosen: Artefact, model: Model, trial: Trial | None, console: Console
 ) -> dict[str, Any]:
     """A map rewrites nothing: check that it is the placement's own, for this model, and right when it is applied."""
     placement = read_placement(written)
     failures = _record_failures(written, chosen, placement, placement.physical_to_logical)
     routing = None
-    if prompts and not failures:
-        routing = _run_mapped(model, placement.physical_to_logical, prompts, console)
+    if trial and not failures:
+        routing = _run_mapped(model, placement.physical_to_logical, trial, console)
         failures = routing.pop("failures")
     return {"path": str(written.path), "layout": MAP, "failures": failures, "routing": routing}
 
 
-def _run_mapped(model: Model, physical_to_logical: IntArray, prompts: Prompts, console: Console) -> dict[str, Any]:
+def _run_mapped(model: Model, physical_to_logical: IntArray, trial: Trial, console: Console) -> dict[str, Any]:
     from smoe_cli.checkpoint.comparison import layer_failures
     from smoe_cli.checkpoint.loaded import compare_mapped
 
-    with console.progress("applying the map", len(model.spec.layers), "layers") as advance:
-        layers = compare_mapped(model, physical_to_logical, prompts[0], advance)
-    return _summary(layers, prompts) | {"failures": layer_failures(layers)}
+    count = len(trial.only or model.spec.layers)
+    with console.progress("applying the map", count, "layers") as advance:
+        layers = compare_mapped(model, physical_to_logical, trial.input_ids, advance, trial.only)
+    return _summary(layers, trial) | {"failures": layer_failures(layers)}
 
 
-def _verify_routing(
-    model: Model, written: Model, relative: IntArray, prompts: Prompts, console: Console
-) -> dict[str, Any]:
+def _verify_routing(model: Model, written: Model, relative: IntArray, trial: Trial, console: Console) -> dict[str, Any]:
     """Run both: whole and as transformers loads them where memory allows, else one decoder layer at a time."""
     from smoe_cli.checkpoint.layerwise import compare_routing
-    from smoe_cli.checkpoint.loaded import compare_loaded, fits_in_memory
+    from smoe_cli.checkpoint.loaded import compare_loaded
 
-    whole = fits_in_memory(model, 2)
-    count = len(model.spec.layers) if whole else model.spec.num_hidden_layers
+    whole = _is_run_whole(model, trial.only)
+    decoder_layers = max(trial.only) + 1 if trial.only else model.spec.num_hidden_layers
+    count = len(model.spec.layers) if whole else decoder_layers
     with console.progress("comparing layers", count, "layers") as advance:
         if whole:
-            report = compare_loaded(model, written, relative, prompts[0], advance)
+            report = compare_loaded(model, written, relative, trial.input_ids, advance)
         else:
-            report = compare_routing(model, written, relative, prompts[0], advance)
-    return _summary(report.layers, prompts) | {
+            report = compare_routing(model, written, relative, trial.input_ids, advance, trial.only)
+    return _summary(report.layers, trial) | {
         "logit_max_error": report.logit_max_error,
         "logits_excused": report.logits_excused,
         "generated": report.generated,
@@ -162,7 +172,14 @@ def _verify_routing(
     }
 
 
-def _check_runs(model: Model, *, checkpoint: bool, mapped: bool) -> None:
+def _is_run_whole(model: Model, only: list[int] | None) -> bool:
+    """Whether a model and its copy are loaded whole; some layers alone never need that."""
+    from smoe_cli.checkpoint.loaded import fits_in_memory
+
+    return only is None and fits_in_memory(model, 2)
+
+
+def _check_runs(model: Model, only: list[int] | None, *, checkpoint: bool, mapped: bool) -> None:
     """Raises ImpossibleError, before the tensors are read, if a model cannot be run as its checkpoint or map needs."""
     from smoe_cli.checkpoint.layerwise import LayerLoader
     from smoe_cli.checkpoint.loaded import fits_in_memory
@@ -175,26 +192,24 @@ def _check_runs(model: Model, *, checkpoint: bool, mapped: bool) -> None:
             f"{model.name} is quantised ({method}), and verify runs models in float32 only; "
             "smoe verify --tensors-only proves its bytes."
         )
-    if checkpoint and not fits_in_memory(model, 2):
-        LayerLoader(model)
-    if mapped and not fits_in_memory(model, 1):
-        raise ImpossibleError(
-            f"{model.name} ({model.nbytes / 1e9:.1f} GB as stored) does not fit in memory in float32; "
-            "smoe verify --tensors-only checks the rest."
-        )
+    if (checkpoint and not _is_run_whole(model, only)) or (mapped and not fits_in_memory(model, 1)):
+        LayerLoader(model).check_names()
 
 
-def _summary(layers: "list[LayerReport]", prompts: Prompts) -> dict[str, Any]:
+def _summary(layers: "list[LayerReport]", trial: Trial) -> dict[str, Any]:
     return {
-        "prompts": prompts[1],
-        "tokens": int(prompts[0].size),
+        "prompts": trial.source,
+        "tokens": int(trial.input_ids.size),
         "ties": sum(layer.ties for layer in layers),
         "layers": [asdict(layer) for layer in layers],
     }
 
 
-def _prompts(model: Model, dataset: str | None, folder: Path) -> tuple[npt.NDArray[np.int64], str]:
-    """Prompts [B, S] of equal length: from the data set given, else the trace's held-out rows, else builtin text."""
+def _prompts(model: Model, dataset: str | None, folder: Path) -> tuple[IntArray, str]:
+    """Prompts [B, S] of equal length: from the data set given, else the trace's held-out rows, else builtin text.
+
+    Also says which.
+    """
     rows = [] if dataset else _heldout_rows(folder)
     source = "held-out rows of the trace"
     if not rows:

@@ -4,7 +4,7 @@ Axes: B sequences, S positions, T = B * S tokens, K experts a token, E experts, 
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,15 +48,16 @@ def layer_failures(layers: list[LayerReport]) -> list[str]:
 
 @dataclass
 class RoutingReport:
-    """All MoE layers, and the logits at the end of both streams (tokens after a tie are left out, and counted).
+    """MoE layers, and the logits at the end of both streams (tokens after a tie are left out, and counted).
 
-    excused: [B, S], tokens that a tie has touched. generated: tokens of each continuation by greedy decoding; 0: none.
+    excused: [B, S], tokens that a tie has touched. logits_excused, logit_max_error: None where no pass went to its end.
+    generated: tokens of each continuation by greedy decoding; 0: none.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
     logit_tokens: int = 0
-    logits_excused: int = 0
-    logit_max_error: float = 0.0
+    logits_excused: int | None = None
+    logit_max_error: float | None = None
     generated: int = 0
     generated_differ: int = 0
     excused: Tensor | None = None
@@ -70,7 +71,7 @@ class RoutingReport:
         failures = layer_failures(self.layers)
         if failures:
             return failures
-        if not self.logit_max_error <= TOLERANCE:
+        if self.logit_max_error is not None and not self.logit_max_error <= TOLERANCE:
             failures.append(f"logits differ by {self.logit_max_error:.1e} of their scale")
         if self.generated_differ:
             failures.append(f"greedy decoding gives other text within {self.generated} tokens")
@@ -97,6 +98,25 @@ class Choice:
     ids: Tensor
     logits: Tensor
     output: Tensor
+
+
+class _EndOfPass(BaseException):
+    """The last layer that is wanted has run; no handler of a model's own may take it."""
+
+
+@contextmanager
+def stopping_after(layer: nn.Module) -> Iterator[None]:
+    """A forward pass within ends behind this layer; what it would have returned is never made."""
+
+    def stop(*_: Any) -> None:
+        raise _EndOfPass
+
+    handle = layer.register_forward_hook(stop)
+    with suppress(_EndOfPass):
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 Axes: B sequences, S positions, T = B * S tokens, K experts a token, E experts, H hidden.
 
 Every family transformers can run is compared this way, under its own loading; each MoE layer of both is given the same
-input, so that a fault shows in the layer that has it, and the copy's own pass is compared at the logits.
+input, so that a fault shows in the layer that has it, and the copy's own pass is compared at the logits. A map has no
+copy to load: the model is compared with itself, and a large one fills layer by layer.
 """
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from smoe_cli.checkpoint.comparison import (
     RoutingReport,
     compare_layer,
     hidden_of,
+    stopping_after,
     watched,
 )
+from smoe_cli.checkpoint.layerwise import LayerLoader
 from smoe_profiles.capture.loading import LoadOptions, load_model
 from smoe_profiles.capture.points import CapturePoint, capture_points
 from smoe_profiles.families.schema import Point
@@ -34,6 +37,7 @@ from smoe_profiles.models import Model
 GENERATED = 64
 PROMPT = 32
 """Tokens that greedy decoding starts from."""
+FLOAT32 = LoadOptions(dtype="float32")
 ROOM = 1.2
 """Memory needed for a run, of that for the weights."""
 
@@ -66,7 +70,7 @@ def compare_loaded(
 
     physical_to_logical: [L, E]; input_ids: [B, S]; progress(1) after each MoE layer.
     """
-    one, two = (load_model(model, LoadOptions(dtype="float32")) for model in (source, regrouped))
+    one, two = (load_model(model, FLOAT32) for model in (source, regrouped))
     report = RoutingReport()
     tokens = torch.from_numpy(input_ids)
     twins = capture_points(two, regrouped.spec)
@@ -134,19 +138,27 @@ def compare_mapped(
     physical_to_logical: npt.NDArray[np.int64],
     input_ids: npt.NDArray[np.int64],
     progress: Callable[[int], None],
+    only: Collection[int] | None = None,
 ) -> list[LayerReport]:
     """A model whose experts lie in slots, reached through the map after routing, against the model itself.
 
-    physical_to_logical: [L, P]; input_ids: [B, S]; progress(1) after each MoE layer. Layers whose experts are not
-    handed their ids (they run on every token) are not in the report.
+    Loaded whole where memory allows, else one decoder layer at a time.
+
+    physical_to_logical: [L, P]; input_ids: [B, S]; progress(1) after each MoE layer. only: the MoE layers to compare,
+    by decoder number; nothing behind the last of them is run. Layers whose experts are not handed their ids (they run
+    on every token) are not in the report.
     """
-    loaded = load_model(model, LoadOptions(dtype="float32"))
+    whole = fits_in_memory(model, 1)
     reports: list[LayerReport] = []
     with ExitStack() as hooks, torch.inference_mode():
-        for point, row in zip(capture_points(loaded, model.spec), physical_to_logical, strict=True):
+        loaded = load_model(model, FLOAT32) if whole else hooks.enter_context(LayerLoader(model).streamed())
+        rows = zip(capture_points(loaded, model.spec), physical_to_logical, strict=True)
+        chosen = [(point, row) for point, row in rows if only is None or point.layer.id in only]
+        for point, row in chosen:
             if point.point is Point.EXPERTS_INPUT:
                 hook = _mapped_hook(point, torch.from_numpy(row), reports, progress)
                 hooks.callback(point.watched.register_forward_hook(hook, with_kwargs=True).remove)
+        hooks.enter_context(stopping_after(chosen[-1][0].decoder_layer))
         _logits(loaded, torch.from_numpy(input_ids))
     return reports
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe_cli.layer_numbers import name_layers
 from smoe_cli.options import Common, HashesOption, ModelOption, PlacementOption
 
 LISTED = 5
@@ -17,16 +18,29 @@ def verify(
         str | None, typer.Option("--dataset", help="Prompts to compare on; default: the trace's held-out rows.")
     ] = None,
     tensors_only: Annotated[bool, typer.Option("--tensors-only", help="Compare bytes only, run no layer.")] = False,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", help="Compare bytes, and run only these MoE layers: 1-4,9; no logits."),
+    ] = None,
     hashes: HashesOption = False,
 ) -> None:
     """Compare what regroup wrote with its source: every byte, then every layer's routing, the logits and the text."""
-    from smoe_cli.errors import CheckFailedError
+    from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.folder import choose_placement
     from smoe_cli.verifying import verify_model
 
+    if tensors_only and layers is not None:
+        raise UsageError("--tensors-only runs no layer, and --layers says which to run; give one.")
     chosen = choose_placement(common.dir, placement, hashes=hashes)
     document = verify_model(
-        chosen, common.dir, model, dataset, tensors_only=tensors_only, hashes=hashes, console=common.console
+        chosen,
+        common.dir,
+        model,
+        dataset,
+        tensors_only=tensors_only,
+        layers=layers,
+        hashes=hashes,
+        console=common.console,
     )
     following = common.next("evaluate", "--placement", chosen.path.name)
     if document["passed"]:
@@ -51,6 +65,12 @@ def _summary(document: dict[str, Any]) -> str:
     )
 
 
+def _layers(routing: dict[str, Any]) -> str:
+    """The MoE layers that were run: MoE layers 1-4, 9."""
+    layers = [layer["layer"] for layer in routing["layers"]]
+    return f"MoE layer{'s' if len(layers) > 1 else ''} {name_layers(layers)}"
+
+
 def _map_summary(document: dict[str, Any]) -> str:
     text = f"{document['path']}: verified. A map rewrites nothing; it names every expert once and fits the model"
     routing = document["routing"]
@@ -58,7 +78,7 @@ def _map_summary(document: dict[str, Any]) -> str:
         return f"{text}; no layer was run."
     error = max(layer["max_error"] for layer in routing["layers"])
     return (
-        f"{text}; applied after routing in {len(routing['layers'])} MoE layers it changes no output by more than "
+        f"{text}; applied after routing in {_layers(routing)} it changes no output by more than "
         f"{error:.1e} of its scale ({routing['tokens']:,} tokens, {routing['prompts']})."
     )
 
@@ -70,6 +90,11 @@ def _checkpoint(document: dict[str, Any]) -> str:
     routing = document["routing"]
     if routing is None:
         return f"{text}; no layer was run (--tensors-only)."
+    if routing["logit_max_error"] is None:
+        return (
+            f"{text}; {routing['tokens']:,} tokens ({routing['prompts']}) choose the same experts, {routing['ties']} "
+            f"ties, in {_layers(routing)}; no other layer was compared, and no logits (--layers)."
+        )
     greedy = f" and {routing['generated']} greedy tokens are equal" if routing["generated"] else ""
     return (
         f"{text}; {routing['tokens']:,} tokens ({routing['prompts']}) choose the same experts in all "

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from smoe_cli.checkpoint.comparison import TOLERANCE
 from smoe_cli.checkpoint.layouts import blocking_layer
 from smoe_profiles.families.config import read_spec
-from tests.profiles.tiny_models import _COMMON, _DIRECT_MLA, _MLA
+from tests.profiles.tiny_families import DIRECT_MLA, MLA
+from tests.profiles.tiny_models import _COMMON
 
 TOKENS = 300
 
@@ -28,9 +29,9 @@ class Rule:
 
 RULES = [
     Rule(
-        "deepseek_v2", "mlp", _DIRECT_MLA | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}, True
+        "deepseek_v2", "mlp", DIRECT_MLA | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}, True
     ),
-    Rule("deepseek_v3", "mlp", _MLA | {"norm_topk_prob": True}, True),
+    Rule("deepseek_v3", "mlp", MLA | {"norm_topk_prob": True}, True),
     Rule("glm4_moe", "mlp", {"head_dim": 16, "norm_topk_prob": True}, True),
     Rule("mixtral", "mlp", {}, False),
     Rule("qwen3_moe", "mlp", {"head_dim": 16, "decoder_sparse_step": 1}, False),
