@@ -61,10 +61,10 @@ shots: $(STAMP)  ## the report in a real Chromium: all tests, load time, picture
 bench: $(STAMP)  ## ratios measured side by side; slower, not part of `make test`
 	$(BIN)/python -m pytest tests/bench -o addopts= -q -s
 
-prediction: $(STAMP)  ## what each predictor is worth, on ../shared/data (or SMOE_DATA); about twelve minutes
+prediction: $(STAMP)  ## what each predictor is worth, on ../shared/data (or SMOE_DATA); about six minutes
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.bench.prediction
 
-reproduce: $(STAMP)  ## the published claims, measured on ../shared/data (or SMOE_DATA); under an hour. CLAIMS="lar size" for some
+reproduce: $(STAMP)  ## the published claims, measured on ../shared/data (or SMOE_DATA); about fifteen minutes. CLAIMS="lar size" for some
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.bench.claims $(CLAIMS)
 
 docs: $(STAMP)  ## rewrite the generated reference page, then build the site into docs/_build/html; a warning is an error

@@ -73,10 +73,10 @@ def make_batch(
     chosen = row_of_place[home].clamp(min=0)
     place = expert_slots(slots, workload.shape.num_experts).to(torch.int32)
     experts, weights = _routing(workload, place, chosen, device)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device).manual_seed(rank)
 
     def noise(rows: int) -> Tensor:
-        return torch.randn(rows, workload.shape.hidden, generator=generator).to(device, dtype)
+        return torch.randn(rows, workload.shape.hidden, generator=generator, device=device, dtype=dtype)
 
     return Batch(
         plan=Plan(plan.token_of_place.to(device), plan.place_of_token.to(device), ranks),

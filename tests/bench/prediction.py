@@ -1,4 +1,4 @@
-"""What each predictor is worth, held out: the table of docs/results.md. `make prediction`, about ten minutes.
+"""What each predictor is worth, held out: the table of docs/results.md. `make prediction`, about six minutes.
 
 Reference models and real traces lie outside the repository; SMOE_DATA names their folder (default ../shared/data).
 """
