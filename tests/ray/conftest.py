@@ -27,6 +27,9 @@ ROWS, VOCAB, KINDS = 720_000, 2000, 97
 
 SECONDS = 240
 
+WORKING = "ray::smoe:"
+"""How Ray titles the processes of smoe's tasks."""
+
 
 def publish_planted_trace(path):
     """Every kind of token id has sixteen favourite experts, of which a row uses eight that stand side by side."""
@@ -136,6 +139,11 @@ def cluster():
 def raylet(node):
     """The process id of a node's raylet, under which its workers run."""
     return node.all_processes["raylet"][0].process.pid
+
+
+def at_work(cluster):
+    """Processes that do smoe's tasks, on whichever node."""
+    return [task for node in cluster.list_all_nodes() for task in below(raylet(node), WORKING)]
 
 
 def is_clean(folder: Path):

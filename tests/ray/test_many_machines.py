@@ -15,9 +15,8 @@ from threading import Thread
 import pytest
 
 from tests.profiles.tables_by_hand import contents
-from tests.ray.conftest import begin, below, finish, is_clean, raylet, run, until
+from tests.ray.conftest import WORKING, at_work, begin, below, finish, is_clean, raylet, run, until
 
-WORKING = "ray::smoe:"
 COUNT = ("build-tables", "--force", "-C", ".")
 PLACE = ("cocluster", "--ep", 4, "--effort", "fast", "-C", ".")
 
@@ -41,7 +40,7 @@ def test_shards_are_counted_and_merged_on_the_cluster(cluster, alone, work):
 @pytest.mark.parametrize("command", [COUNT, PLACE], ids=["build-tables", "cocluster"])
 def test_a_killed_ray_worker_costs_a_retry_and_not_the_run(cluster, alone, work, command):
     process = begin(*command, "--json", "--ray", cluster.address, cwd=work)
-    until(lambda: below(raylet(cluster.head_node), WORKING))[0].kill()
+    until(lambda: at_work(cluster))[0].kill()
     done = finish(process)
     assert "a Ray worker was lost" in done.err
     assert json.loads(done.out)["path"]  # nothing of Ray's on stdout
@@ -63,7 +62,7 @@ def test_a_killed_node_costs_a_retry_and_not_the_run(cluster, alone, work):
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"])
 def test_an_interrupt_ends_remote_tasks_and_leaves_nothing(cluster, work, ending, code):
     command = begin(*PLACE, "--ray", cluster.address, cwd=work)
-    tasks = until(lambda: below(raylet(cluster.head_node), WORKING))
+    tasks = until(lambda: at_work(cluster))
     command.send_signal(ending)
     assert "nothing was left half written" in finish(command, code).err
     until(lambda: not any(task.is_running() for task in tasks))
@@ -73,7 +72,7 @@ def test_an_interrupt_ends_remote_tasks_and_leaves_nothing(cluster, work, ending
 
 def test_an_interrupted_count_ends_its_writers_before_it_cleans_up(cluster, work):
     command = begin(*COUNT, "--ray", cluster.address, cwd=work)
-    until(lambda: below(raylet(cluster.head_node), WORKING) and list(work.glob(".tables.partial/*.parquet")))
+    until(lambda: at_work(cluster) and list(work.glob(".tables.partial/*.parquet")))
     command.send_signal(signal.SIGINT)
     finish(command, 130)
     time.sleep(1)
