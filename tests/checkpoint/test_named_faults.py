@@ -38,7 +38,7 @@ def test_nodes_that_do_not_divide_the_ranks_are_told_with_those_that_do(routing)
 
 def test_what_is_not_asked_for_need_not_be_there(routing):
     """Metadata of a feature was demanded though the feature was off. No weights, ids, borders or model here."""
-    smoe("cocluster", "--ep", 4, "--effort", "fast", "--goal", "fanout", cwd=routing)
+    smoe("cocluster", "--ep", 4, "--effort", "fast", "--goal", "fanout", "--jobs", "1", cwd=routing)
     smoe("evaluate", cwd=routing)
     said = smoe("cocluster", "--ep", 4, "--goal", "time", "--name", "t", cwd=routing, code=3).err
     assert "name the model to smoe profile or smoe import" in said

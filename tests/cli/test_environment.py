@@ -118,27 +118,62 @@ def test_a_disk_that_is_full_only_when_files_are_synced_leaves_nothing(step, dum
     assert names(tmp_path) == {"trace"}
 
 
-def on_a_disk_of_its_own(options, script, *arguments):
-    """A shell in a mount namespace of its own, with a small file system at $1. Skips where that is not allowed."""
-    mount = f'mount -t tmpfs -o {options} tmpfs "$1" || exit 77; {script}'
-    command = ["unshare", "--mount", "sh", "-c", mount, "sh", *map(str, arguments)]
+UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+
+
+def may_mount():
+    """Whether a process may have file systems of its own on this machine: many containers do not allow it."""
+    command = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
     except FileNotFoundError:
-        pytest.skip("no unshare here")
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip("no file system of one's own here")
-    return done
+        return False
 
 
-def test_a_full_disk_leaves_with_6_at_whatever_byte_and_nothing_half_written(dump, tmp_path):
-    script = '"$2" -c "$4" "$1" "$3"'
-    done = on_a_disk_of_its_own("size=1m", script, tmp_path, sys.executable, dump, FILLING)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout)
+MOUNTS = ["mount"] if may_mount() else []
+"""Tests of a disk have a form for all machines, and one on a disk of its own where that can be had."""
+
+
+def on_a_disk_of_its_own(options, folder, *command):
+    """A command in a mount namespace of its own, where `folder` is a small file system."""
+    mount = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    return [*UNSHARE, "sh", "-c", mount, folder, *command]
+
+
+def finished(command):
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("full", ["file size", *MOUNTS])
+def test_a_full_disk_leaves_with_6_at_whatever_byte_and_nothing_half_written(full, dump, tmp_path):
+    command = [sys.executable, "-c", FULL[full] + FILLING, tmp_path, dump]
+    ended = finished(on_a_disk_of_its_own("size=1m", tmp_path, *command) if full == "mount" else command)
+    assert ended.returncode == 0, ended.stderr
+    codes = json.loads(ended.stdout)
     assert {code for code, _ in codes} == {0, 6}
     assert all(left == (["trace"] if code == 0 else []) for code, left in codes), codes
 
+
+FULL = {
+    "file size": """
+import resource
+
+def leave(free):
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, most))
+""",
+    "mount": """
+import os, sys
+from pathlib import Path
+
+def leave(free):
+    filler = Path(sys.argv[1], "filler")
+    filler.unlink(missing_ok=True)
+    disk = os.statvfs(sys.argv[1])
+    filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - free))
+""",
+}
+"""How a disk fills up: no file may grow beyond a size, as the kernel then says; or a file takes all space but some."""
 
 FILLING = """
 import json, os, shutil, sys
@@ -147,28 +182,43 @@ from io import StringIO
 from pathlib import Path
 from smoe_cli.app import run
 
-disk, found = Path(sys.argv[1]), []
-for free in (0, 4096, 12288, 40960, 65536, 500000):
-    disk.joinpath("filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - free))
+out, found = Path(sys.argv[1], "out"), []
+for free in (500000, 0, 4096, 12288, 40960, 65536):
+    leave(free)
     said = StringIO()
     with redirect_stderr(said), redirect_stdout(StringIO()):
-        code = run(["import", sys.argv[2], "-C", str(disk / "out"), "-q"])
+        code = run(["import", sys.argv[2], "-C", str(out), "-q"])
     assert (code == 0) == (said.getvalue() == ""), said.getvalue()
     assert code == 0 or "disk is full" in said.getvalue(), said.getvalue()
-    out = disk / "out"
     found.append((code, sorted(os.listdir(out)) if out.exists() else []))
     shutil.rmtree(out, ignore_errors=True)
-    disk.joinpath("filler").unlink()
 print(json.dumps(found))
 """
 
 
-def test_a_read_only_folder_leaves_with_6_before_any_work(dump, tmp_path):
-    script = '"$2" -m smoe_cli import "$3" -C "$1" -q; code=$?; ls -A "$1"; exit $code'
-    done = on_a_disk_of_its_own("size=1m,ro", script, tmp_path, sys.executable, dump)
-    assert done.returncode == 6, done.stderr
-    assert "is not writable" in done.stderr
-    assert done.stdout == ""
+@pytest.mark.parametrize("read_only", ["mode", *MOUNTS])
+def test_a_read_only_folder_leaves_with_6_before_any_work(read_only, dump, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o555)
+    command = [sys.executable, "-c", AS_ANYBODY, "import", dump, "-C", folder, "-q"]
+    ended = finished(on_a_disk_of_its_own("size=1m,ro", folder, *command) if read_only == "mount" else command)
+    assert ended.returncode == 6, ended.stderr
+    assert "is not writable" in ended.stderr
+    assert ended.stdout == ""
+    assert not names(folder)
+
+
+AS_ANYBODY = """
+import ctypes, os, sys
+from smoe_cli.app import run
+
+if os.geteuid() == 0:  # to root every folder is writable; a process may lay that right (CAP_DAC_OVERRIDE) down
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    sets[:3] = [kept & ~(1 << 1) for kept in sets[:3]]  # effective, permitted, inheritable
+    assert libc.capset(header, sets) == 0
+sys.exit(run(sys.argv[1:]))
+"""
 
 
 # Names, locales, clocks.

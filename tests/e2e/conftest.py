@@ -11,15 +11,11 @@ TEXTS = Path(__file__).parents[1] / "fixtures/texts"
 
 def _path(folder, model, ep):
     """Fit texts to a placement, a second trace of other texts to measure on."""
-    tokens = ("--max-tokens", "6000")
-    smoe("profile", "--model", model, "--dataset", TEXTS / "fit.jsonl.gz", *tokens, "--split", "fit", cwd=folder)
-    smoe(
-        *("profile", "--model", model, "--dataset", TEXTS / "heldout.jsonl.gz", *tokens),
-        *("--split", "heldout", "-C", "other"),
-        cwd=folder,
-    )
+    for text, tokens, where in (("fit", "3000", ()), ("heldout", "6000", ("-C", "other"))):
+        texts = ("--dataset", TEXTS / f"{text}.jsonl.gz", "--max-tokens", tokens, "--split", text)
+        smoe("profile", "--model", model, *texts, *where, cwd=folder)
     smoe("build-tables", cwd=folder)
-    smoe("cocluster", "--ep", ep, "--effort", "fast", cwd=folder)
+    smoe("cocluster", "--ep", ep, "--effort", "fast", "--jobs", "1", cwd=folder)
     smoe("regroup", cwd=folder)
     return folder
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory, run_smoe):
             cwd=place,
         )
     run_smoe("build-tables", "-q", cwd=place)
-    run_smoe("cocluster", "--ep", "4", "--effort", "fast", "-q", cwd=place)
+    run_smoe("cocluster", "--ep", "4", "--effort", "fast", "--jobs", "1", "-q", cwd=place)
     return place
 
 

@@ -1,10 +1,8 @@
 """smoe profile as a user meets it: killed and run again, on several processes, generating, and with the early gate."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
+import socket
 import time
 from pathlib import Path
 
@@ -14,10 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from smoe_profiles.tensors import read_json
+from tests.forked import begin, end
 from tests.profiles.tiny_models import VOCAB, build_model
-
-SMOE = [sys.executable, "-m", "smoe_cli"]
-ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +42,14 @@ def hashed_bytes(trace):
 
 def kill_at(arguments, folder, journal, size):
     """Run smoe until its journal has grown to `size` bytes, and kill it there."""
-    process = subprocess.Popen(
-        [*SMOE, *arguments], cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = begin(*arguments, cwd=folder)
     give_up = time.monotonic() + 300
-    while time.monotonic() < give_up and process.poll() is None:
+    while time.monotonic() < give_up and process.is_alive():
         if journal.exists() and journal.stat().st_size >= size:
             break
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    return process.wait()
+    process.kill()
+    return end(process, folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -90,19 +84,25 @@ def test_what_a_killed_run_left_is_not_used_for_other_parameters(place, run_smoe
     assert hashed_bytes(tmp_path / "smoe-out/trace") == hashed_bytes(tmp_path / "clean/trace")
 
 
-def torchrun(folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--standalone", "-m", "smoe_cli", *arguments]
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return done
+def on_two(folder, *arguments):
+    """One command in two processes, which find each other as those of torchrun do; the first one's stdout.
+
+    That torchrun starts them so, the documentation's test shows.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    started = [begin(*arguments, cwd=folder, **meet, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in (0, 1)]
+    first, second = [end(process, folder) for process in started]
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert second[1] == ""
+    return first[1]
 
 
 def test_two_processes_record_the_same_rows_as_one_and_speak_with_one_voice(place, run_smoe, tmp_path):
     command = ["profile", "--model", str(place / "m"), "--dataset", str(place / "p.jsonl"), "--json"]
     run_smoe(*command, "-C", "one", cwd=tmp_path)
-    done = torchrun(tmp_path, *command, "-C", "two")
-    assert json.loads(done.stdout)["path"] == "two/trace"
+    said = on_two(tmp_path, *command, "-C", "two")
+    assert json.loads(said)["path"] == "two/trace"
     parts = sorted(path.name for path in (tmp_path / "two/trace").glob("*.parquet"))
     assert parts == ["part-00-00000.parquet", "part-01-00000.parquet"]
     assert rows_of(tmp_path / "one/trace").equals(rows_of(tmp_path / "two/trace"))
@@ -115,7 +115,7 @@ def test_layers_split_over_two_processes_choose_the_same_experts(run_smoe, tmp_p
     command = ["profile", "--model", "tiny-mixtral", "--dataset", str(texts), "--max-tokens", "1000"]
     command += ["--dtype", "float32"]
     run_smoe(*command, "-C", "one", "-q", cwd=tmp_path)
-    torchrun(tmp_path, *command, "--tensor-parallel", "-C", "split")
+    on_two(tmp_path, *command, "--tensor-parallel", "-C", "split")
     one, split = rows_of(tmp_path / "one/trace"), rows_of(tmp_path / "split/trace")
     assert one["token_id"].equals(split["token_id"])
     for name in ("experts_00", "experts_02"):

@@ -119,7 +119,7 @@ def test_two_runs_give_the_same_bytes_whatever_the_jobs(command, deepseek_path, 
     for name in ("trace", "tables", "placement-ep8"):
         if name != made:
             shutil.copytree(deepseek_path / OUT / name, tmp_path / name)
-    options = {"cocluster": ("--ep", "8", "--effort", "fast", "--jobs", "1")}.get(command, ())
+    options = {"cocluster": ("--ep", "8", "--effort", "fast", "--jobs", "2")}.get(command, ())
     run_smoe(command, "-C", tmp_path, *options, cwd=tmp_path)
     one, other = deepseek_path / OUT / made, tmp_path / made
     files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
@@ -149,7 +149,9 @@ def test_a_checkpoint_regrouped_is_another_model_to_its_own_tables(deepseek_path
 
 
 def test_a_contiguous_placement_has_nothing_to_gain_and_says_so(deepseek_path, run_smoe):
-    shown = run_smoe("cocluster", "--ep", "4", "--method", "contiguous", "--name", "flat", cwd=deepseek_path)
+    shown = run_smoe(
+        *("cocluster", "--ep", "4", "--method", "contiguous", "--name", "flat", "--jobs", "1"), cwd=deepseek_path
+    )
     assert "nothing to gain" in shown.out
     placement = pq.read_table(deepseek_path / OUT / "placement-ep4-flat/placement.parquet")
     assert placement["physical"].equals(placement["logical"])

@@ -1,7 +1,6 @@
 """The pages of docs/formats/ say everything: readers written from them see what smoe sees, and nothing is left out."""
 
 import hashlib
-import inspect
 import json
 import re
 import shutil
@@ -15,11 +14,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from smoe_cli.evaluation.requests import read_arrivals
-from smoe_cli.hardware import load_hardware
 from smoe_cli.placement import layer_predictors, read_runtime
 from smoe_cli.placement import read_placement as smoe_read_placement
-from smoe_cli.runtime import bench
 from smoe_profiles import open_artefact, open_tables, open_trace
 from smoe_profiles.artefact import publish
 from smoe_profiles.choices import Level
@@ -27,9 +23,9 @@ from smoe_profiles.gates import gate_record
 from smoe_profiles.levels import write_level
 from smoe_profiles.models import BUNDLED
 from smoe_solvers.choices import Predictor
-from smoe_solvers.layer_time import Stage
 from smoe_solvers.predictors import Context, rank_labels, score
 from tests.conftest import smoe
+from tests.formats.pages import columns_of, files_of, page, said_on, tensors_of, written_keys
 from tests.formats.readers import (
     Runtime,
     layer_label,
@@ -42,7 +38,6 @@ from tests.formats.readers import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs/formats"
 TARGETS = {"sglang": "json", "sglang-pt": "pt", "trtllm": "yaml", "eplb": "pt", "ascend": "json"}
 
 
@@ -80,10 +75,6 @@ def trace(folder):
 @pytest.fixture(scope="module")
 def rows(folder):
     return read_trace(folder / "trace")
-
-
-def page(name):
-    return (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def of_part(rows, part):
@@ -310,27 +301,6 @@ def test_an_exported_file_has_the_slots_of_the_placement(folder, target):
             assert [[expert for device in layer for expert in device] for layer in held] == wanted
 
 
-def test_the_hardware_model_on_the_page_is_one(tmp_path):
-    text = re.search(r"^```json\n(.*?)^```", (PAGES / "machines.md").read_text(), re.MULTILINE | re.DOTALL)[1]
-    (tmp_path / "mine.json").write_text(text)
-    found = load_hardware(str(tmp_path / "mine.json"))
-    assert found.name == "two of these"
-    assert found.curves[Stage.DISPATCH](0).item() == 6.0e-06
-
-
-def test_the_archive_on_the_page_is_imported_as_it_says(tmp_path):
-    [text] = re.findall(r"^```python\n(.*?)^```", page("inputs"), re.MULTILINE | re.DOTALL)
-    made = {}
-    with chdir(tmp_path):
-        exec(compile(text, "inputs.md", "exec"), made)  # the page is ours
-    smoe("import", "mine.npz", cwd=tmp_path)
-    found = read_trace(tmp_path / "smoe-out/trace")
-    assert found["token_id"] == made["tokens"].tolist()
-    assert Counter(found["sequence"]) == {0: 200, 1: 150, 2: 250}
-    for label, ids in zip(("03", "04"), made["ids"], strict=True):
-        assert found[f"experts_{label}"] == np.sort(ids, axis=1).tolist()
-
-
 @pytest.mark.parametrize("name", ["artefacts", "trace", "tables", "placement", "runtime", "evaluation"])
 def test_what_a_page_shows_to_read_a_file_reads_it(folder, name):
     [text] = re.findall(r"^```python\n(.*?)^```", page(name), re.MULTILINE | re.DOTALL)
@@ -353,67 +323,7 @@ def test_what_a_page_shows_to_read_a_file_reads_it(folder, name):
             assert found["lar"] == pytest.approx(np.mean(list(found["by_layer"].values())))
 
 
-@pytest.mark.parametrize("time", [{"t_s": 1.5}, {"timestamp_ms": 1500}])
-def test_requests_are_read_as_the_page_says(time, tmp_path):
-    late, early = ({"input_length": 3, "output_length": 2, "more": True}, {"input_length": 7, "output_length": 0})
-    lines = [json.dumps(time | late), json.dumps(dict.fromkeys(time, 0) | early)]
-    (tmp_path / "requests.jsonl").write_text("\n".join(lines))
-    assert read_arrivals(tmp_path / "requests.jsonl").tolist() == [[0, 7, 0], [1.5, 3, 2]]
-
-
-def test_the_options_on_the_page_are_taken(tmp_path):
-    [text] = re.findall(r"^```toml\n(.*?)^```", page("inputs"), re.MULTILINE | re.DOTALL)
-    (tmp_path / "smoe.toml").write_text(text)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "one document " * 40}) + "\n")
-    found = smoe("profile", "--config", "smoe.toml", "--dry-run", "--json", cwd=tmp_path).json()
-    assert found["model"] == "tiny-mixtral"
-    (tmp_path / "wrong.toml").write_text("nothing = 1")
-    smoe("profile", "--config", "wrong.toml", cwd=tmp_path, code=2)
-
-
 # Nothing that is written is left out of its page.
-
-
-def said_on(text):
-    """Every `name` of a page."""
-    return set(re.findall(r"`([^`\n]+)`", text))
-
-
-def generic(name):
-    """A name with the number of a layer or a part left open."""
-    return re.sub(r"^part-\d+", "part-*", re.sub(r"_\d\d(?=$|\.)", "_LL", name))
-
-
-def written_keys(value, skip=()):
-    """Every key of a JSON document; below a key in `skip` the next keys are data: layers, groups, predictors."""
-    if isinstance(value, list):
-        return set().union(*(written_keys(one, skip) for one in value)) if value else set()
-    if not isinstance(value, dict):
-        return set()
-    found = set()
-    for key, inner in value.items():
-        found.add(key)
-        if key in skip and isinstance(inner, dict):
-            found |= set().union(*(written_keys(one, skip) for one in inner.values()))
-        else:
-            found |= written_keys(inner, skip)
-    return found
-
-
-def columns_of(folder):
-    return {generic(name) for path in folder.rglob("*.parquet") for name in pq.read_schema(path).names}
-
-
-def tensors_of(folder):
-    found = set()
-    for path in folder.rglob("*.safetensors"):
-        with safe_open(path, "numpy") as file:
-            found |= {*file.keys(), *(file.metadata() or {})}
-    return found
-
-
-def files_of(folder):
-    return {generic(name) for name in read_manifest(folder)[0]["files"]}
 
 
 def test_every_manifest_key_is_on_its_page(folder):
@@ -515,27 +425,6 @@ def test_every_column_of_counts_by_pair_and_by_expert_is_on_the_page(tmp_path, t
             write_level(draft.path, layer, level, {"fit": entries})
         assert columns_of(tmp_path / level) == {*keys, "count", "split"} <= said
         assert read_counts(tmp_path / level, layer.label) == {("fit", *[1] * len(keys)): 1}
-
-
-def test_every_key_of_the_published_benches_and_of_hardware_models_is_on_the_page():
-    said = said_on(page("machines"))
-    benches = sorted((ROOT / "docs/results").glob("bench-*.json"))
-    assert benches
-    for path in benches:
-        found = json.loads(path.read_text())
-        found["machine"]["environment"] = {}
-        assert written_keys(found, skip=("workloads",)) - said == set()
-    for path in (ROOT / "smoe_cli/hardware").glob("*.json"):
-        assert written_keys(json.loads(path.read_text()) | {"provenance": {}}) - said <= {"provenance"}
-
-
-def test_every_key_that_a_bench_would_write_today_is_on_the_page():
-    """Published benches may be older than the program: keys are read from the source too."""
-    said = said_on(page("machines"))
-    for function in (bench.prepare_case, bench.compare, bench.machine, bench.hardware_model, bench.run):
-        keys = set(re.findall(r'"(\w+)": ', inspect.getsource(function)))
-        assert keys
-        assert keys - said == set()
 
 
 def test_a_workload_is_what_the_page_says(folder, trace, tmp_path):

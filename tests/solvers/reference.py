@@ -57,6 +57,22 @@ def layer(goal, ranks: int, experts: int, rows: np.ndarray, block: int = 1024, *
     return build_problem(goal, ranks, rows, starts, popularity_of(rows, experts), **options)
 
 
+def cut_down(goal, ranks: int, case: int, **options) -> Problem:
+    """Twelve experts in 3, 4 or 5 hidden clusters: few enough to try all placements."""
+    rows = clustered_rows(np.random.default_rng(case), 400, 12, 2, 3 + case % 3)
+    return layer(goal, ranks, 12, rows, block=128, **options)
+
+
+def in_blocks(goal, block: int) -> Problem:
+    """Twelve experts on three ranks; 400 rows in blocks of `block`."""
+    return layer(goal, 3, 12, clustered_rows(np.random.default_rng(6), 400, 12, 2, 4), block=block)
+
+
+def clusters(placement: np.ndarray) -> set[frozenset[int]]:
+    """Which experts stand together, whatever their ranks are called."""
+    return {frozenset(np.flatnonzero(placement == g).tolist()) for g in set(placement.tolist())}
+
+
 def balanced(experts: int, ranks: int) -> Iterator[list[int]]:
     """Every balanced placement once, up to the names of the ranks: a new rank appears only after all lower ones."""
     for placement in product(range(ranks), repeat=experts):
