@@ -7,7 +7,9 @@ sums would be wrong, so whoever launches such a kernel asks `is_sound` first.
 """
 
 import re
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 
@@ -65,6 +67,13 @@ def block_sums(one, other, turn, CODE: tl.constexpr):
         all_one, all_other = tl.reduce((one, other), 1, _add, keep_dims=True)
         one, other = all_one + one * 0, all_other + other * 0
     return one, other
+
+
+@cache
+def runs_here(device: torch.device) -> bool:
+    """Whether a device knows the assembly: `redux` came with compute capability 8.0."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_sound(ttgir: str, warps: int) -> bool:

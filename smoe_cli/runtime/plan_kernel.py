@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smoe_cli.runtime import plan as rule
-from smoe_cli.runtime.block_sums import block_sums, is_sound, sums_code
+from smoe_cli.runtime.block_sums import block_sums, is_sound, runs_here, sums_code
 from smoe_cli.runtime.exchange import Plan
 
 COARSE_ROUNDS = tl.constexpr(rule.COARSE_ROUNDS)
@@ -78,7 +78,7 @@ def _sums(arguments: tuple[Any, ...], shape: dict[str, Any], warps: int) -> str:
     """`sums_code` where it is sound in the kernel compiled for these arguments, else nothing. Scores loaded one by one
     would spread a thread's words."""
     table, index = arguments[:2]
-    if not table.is_cuda or shape["ROW"] is None:
+    if shape["ROW"] is None or not runs_here(table.device):
         return ""
     code = sums_code(warps)
     given = tuple(None if one is None else (one.dtype, one.data_ptr() % 16, one.device) for one in (table, index))
