@@ -5,10 +5,12 @@ Piped, with NO_COLOR or on a dumb terminal everything is plain, without control 
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import fill
 from time import monotonic
 from typing import Any, TextIO
 
@@ -16,6 +18,11 @@ from smoe_cli import signals
 
 PLAIN_INTERVAL = 5.0
 WIDTH = 80
+WORD = re.compile(r"[^\W\d_]{2}")
+"""What tells words from numbers, which have signs and units of one letter."""
+
+GAP = 2
+"""Between columns."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +59,35 @@ class Console:
         print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table on stdout, first column left, the others right."""
+        """A table on stdout: words left, numbers right but for the first column.
+
+        Where it would be too wide words fold; numbers and each word of the head stand whole whatever the width.
+        """
         from rich.box import SIMPLE_HEAD
         from rich.console import Console as RichConsole
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        table.add_column(Text(columns[0]), overflow="fold")
-        for index, name in enumerate(columns[1:], 1):  # what is too wide folds the first column, never numbers
-            fits = any(len(row[index]) >= len(name) for row in rows)
-            table.add_column(Text(name if fits else name.replace(" ", "\n")), justify="right", no_wrap=True)
+        for index, name in enumerate(columns):
+            cells = [row[index] for row in rows]
+            numbers = not any(WORD.search(cell) for cell in cells)
+            whole = [*name.split(), *(cells if numbers else [])]
+            table.add_column(
+                Text(_head(name, cells)),
+                justify="right" if index and numbers else "left",
+                overflow="fold",
+                no_wrap=numbers,
+                min_width=max(map(len, whole), default=0),
+            )
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
-        width = None if sys.stdout.isatty() else WIDTH
-        out = RichConsole(file=sys.stdout, width=width, force_terminal=_drawable(sys.stdout), highlight=False)
-        out.print(Text(title, style="bold"), table, sep="\n")
+        out = RichConsole(
+            file=sys.stdout, width=_width(sys.stdout), force_terminal=_drawable(sys.stdout), highlight=False
+        )
+        out.print(Text(title, style="bold"))
+        out.width = max(out.width, sum(column.min_width or 0 for column in table.columns) + GAP * (len(columns) - 1))
+        out.print(table)
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
@@ -127,6 +147,18 @@ class Console:
                 print(f"{label}: {_how_far(done, total, unit, now - started)}{left}", file=sys.stderr)
 
         yield advance
+
+
+def _head(name: str, cells: Sequence[str]) -> str:
+    """A column's name, on as many lines as keep it from being wider than what stands below it."""
+    width = max(map(len, [*name.split(), *cells]), default=0)
+    return fill(name, max(width, 1), break_long_words=False, break_on_hyphens=False)
+
+
+def _width(stream: TextIO) -> int | None:
+    """How wide a table may be: COLUMNS, else 80; None leaves it to the terminal."""
+    asked = os.environ.get("COLUMNS", "")
+    return None if stream.isatty() else int(asked) if asked.isdecimal() and int(asked) else WIDTH
 
 
 def _drawable(stream: TextIO) -> bool:

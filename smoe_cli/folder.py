@@ -2,11 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from smoe_cli.errors import UsageError
-from smoe_profiles.artefact import Artefact, open_artefact
-from smoe_profiles.errors import InputError
-from smoe_profiles.models import Model, describe_identity, find_model, model_identity, same_model
+from smoe_cli.options import DEFAULT_DIR
+from smoe_profiles.artefact import Artefact, open_artefact, restore_set_aside
+from smoe_profiles.choices import Level
+from smoe_profiles.errors import InputError, SmoeError
+from smoe_profiles.models import Model, describe_identity, find_model, is_unknown, model_identity, same_model
+from smoe_profiles.trace import open_trace
 
 TRACE, TABLES, PLACEMENT, CHECKPOINT, MAP, EVALUATION = (
     "trace",
@@ -35,16 +39,46 @@ def choose_placement(folder: Path, wanted: str | None, *, hashes: bool = False) 
 
     Raises UsageError if several fit and none is named, InputError if there is none.
     """
+    found = placements(folder)
+    names = ", ".join(path.name for path in found)
     if wanted:
         path = folder / wanted if Path(wanted).name == wanted else Path(wanted)
+        restore_set_aside(path)
+        if names and not path.exists():
+            raise InputError(f"there is no placement {path}; {folder} holds {names}.")
         return open_artefact(path, PLACEMENT, hashes=hashes)
-    found = sorted(path for path in folder.glob(f"{PLACEMENT}-ep*") if (path / "manifest.json").exists())
     if not found:
         raise InputError(f"{folder} holds no placement; make one with smoe cocluster --ep G.")
     if len(found) > 1:
-        names = ", ".join(path.name for path in found)
         raise UsageError(f"{folder} holds several placements; choose one with --placement: {names}.")
     return open_artefact(found[0], PLACEMENT, hashes=hashes)
+
+
+def placements(folder: Path) -> list[Path]:
+    """The placements that a working folder holds, by name."""
+    return sorted(path for path in folder.glob(f"{PLACEMENT}-ep*") if (path / "manifest.json").exists())
+
+
+def has_heldout_rows(folder: Path) -> bool:
+    """Whether evaluate can measure on the folder's own trace."""
+    try:
+        return open_trace(folder / TRACE).rows("heldout") > 0
+    except SmoeError:  # none, or of no use
+        return False
+
+
+def step_after_trace(trace: Path, level: str, fit_rows: int) -> tuple[tuple[str, ...], Path]:
+    """The command that goes on from a trace, and the folder to run it in.
+
+    A trace of held-out rows alone is measured where a placement is: FOLDER, for the user to fill in, if none is here.
+    """
+    if level != Level.TOKEN:
+        return ("inspect",), trace.parent
+    if fit_rows:
+        return ("build-tables",), trace.parent
+    if placements(trace.parent):
+        return ("evaluate",), trace.parent
+    return ("evaluate", "--trace", str(trace)), DEFAULT_DIR if placements(DEFAULT_DIR) else Path("FOLDER")
 
 
 def applied(placement: Artefact) -> bool:
@@ -57,6 +91,11 @@ def applied(placement: Artefact) -> bool:
         if written.parent_id(PLACEMENT) == placement.id:
             return True
     return False
+
+
+def can_regroup(model: dict[str, Any], num_layers: int) -> bool:
+    """Whether regroup can write a placement of so many layers: its model's weights are known, and it has them all."""
+    return not is_unknown(model) and num_layers == len(model["layers"])
 
 
 def trace_model_name(folder: Path) -> str:

@@ -26,10 +26,13 @@ class Common:
     dir: Path
     console: Console
 
-    def next(self, *words: str) -> str:
-        """The command to run next in the same folder, ready to be pasted into a shell: next("verify", "--hashes")."""
-        folder = [] if self.dir == DEFAULT_DIR else ["-C", str(self.dir)]
-        return shlex.join(["smoe", *words, *folder])
+    def next(self, *words: str, where: Path | None = None) -> str:
+        """The command to run next, ready to be pasted into a shell: next("verify", "--hashes").
+
+        where: the folder it is for; None: the same one.
+        """
+        folder = self.dir if where is None else where
+        return shlex.join(["smoe", *words, *([] if folder == DEFAULT_DIR else ["-C", str(folder)])])
 
 
 DirOption = Annotated[Path, typer.Option("-C", "--dir", file_okay=False, help="Folder that holds all artefacts.")]

@@ -13,7 +13,7 @@ from smoe_profiles.artefact import Draft, check_target, library_versions, publis
 from smoe_profiles.choices import BATCH_TOKENS, Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
 from smoe_profiles.datasets import Survey, is_local, limit_tokens, read_documents, survey
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
-from smoe_profiles.models import Model, model_identity
+from smoe_profiles.models import Model, model_identity, readable_size
 from smoe_profiles.split import Document, assign_parts
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def describe_model(model: Model) -> dict[str, Any]:
         "top_k": first.top_k,
         "router_rule": first.rule,
         "memory_bytes": model.nbytes,
-        "memory": f"{model.nbytes / 1e9:.1f} GB of weights as stored, {model.nbytes * 2 / 1e9:.1f} GB in float32",
+        "memory": f"{model.size} of weights as stored, {readable_size(2 * model.nbytes)} in float32",
     }
 
 
@@ -238,7 +238,7 @@ def _record(
         console.note(f"continuing after {sum(writer.rows.values()):,} recorded rows")
     options = LoadOptions(plan.dtype.value, device, plan.device_map, plan.tensor_parallel)
     console = console if processes.first else Console(quiet=True)
-    console.note(f"loading {plan.model.name}, {plan.model.nbytes / 1e9:.1f} GB of weights")
+    console.note(f"loading {plan.model.name}, {plan.model.size} of weights")
     loaded = load_model(plan.model, options)
     total = None if found is None else (found.tokens + found.documents * plan.decode) // share.count
     console.note(f"profiling {plan.model.name} on {', '.join(plan.sources)}")

@@ -46,6 +46,13 @@ def check_runtime(path: Path) -> dict[str, str]:
     return shard.metadata
 
 
+def preferred_predictors(path: Path) -> list[Predictor]:
+    """What validation preferred in each layer, [L]; nothing of a file with the map alone."""
+    shard, names = read_shard(path), json.loads(check_runtime(path)["predictors"])
+    stored = next((shard.read(tensor) for tensor in shard.tensors if tensor.name == "predictor"), b"")
+    return [Predictor(names[number]) for number in stored]
+
+
 def _shapes(shard: Shard, ranks: int, vocab: int, top_k: int) -> dict[str, Shape]:
     layers, slots = next(tensor.shape for tensor in shard.tensors if tensor.name == "physical_to_logical")
     if not layers or not 0 < top_k <= slots:

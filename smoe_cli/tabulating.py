@@ -52,7 +52,7 @@ def build_whole(
     check_target(target, force=force)
     artefacts = [trace.artefact for trace in traces]
     named = _named(artefacts)
-    found = _model(named, folder, model, _location(artefacts), console)
+    found = _model(named, folder, model, _location(artefacts), console, ids=any(one.has_token_ids for one in traces))
     with (
         publish(target, TABLES, parameters={}, model=named.model, seed=seed, parents=artefacts, force=force) as draft,
         console.progress("tables", len(traces[0].layers), "layers") as advance,
@@ -105,7 +105,7 @@ def merge_shards_of(
     shards = order_shards([open_artefact(path, SHARD, hashes=hashes) for path in paths])
     if seed and seed != shards[0].manifest["seed"]:
         raise UsageError(f"--seed {seed}: these shards were made with seed {shards[0].manifest['seed']}; leave it out.")
-    found = _model(shards[0], folder, model, _location(shards), console)
+    found = _model(shards[0], folder, model, _location(shards), console, ids=True)
     layers = shards[0].parameters["layers"]
     with (
         publish(
@@ -134,14 +134,20 @@ def _location(artefacts: list[Artefact]) -> str | None:
     return next((str(name) for artefact in artefacts if (name := artefact.run().get("model"))), None)
 
 
-def _model(artefact: Artefact, folder: Path, wanted: str | None, located: str | None, console: Console) -> Model | None:
+def _model(
+    artefact: Artefact, folder: Path, wanted: str | None, located: str | None, console: Console, *, ids: bool
+) -> Model | None:
     """The model whose embedding gives neighbours: the one named, or where the trace was recorded from.
 
     None for an import made without the model's weights: nothing is downloaded for a table of neighbours.
+    ids: whether the rows have token ids.
     """
+    if not ids:
+        console.note("the trace has no token ids: experts can be placed, but no token foretells its experts")
     if wanted or not is_unknown(artefact.model):
         return model_of(artefact, folder, wanted or located)
-    console.note("no model's weights stand behind this trace: ids never seen take popularity, unless --model FOLDER")
+    if ids:
+        console.note("no model's weights are here: ids never seen take popularity, unless --model FOLDER is given")
     return None
 
 

@@ -14,6 +14,7 @@ from smoe_cli.folder import CHECKPOINT, MAP, TRACE, model_of, sibling
 from smoe_cli.layer_numbers import parse_layers
 from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, read_placement
 from smoe_profiles.artefact import Artefact, open_artefact
+from smoe_profiles.datasets import find_file
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import Model, find_model, map_hash, recorded_map
 from smoe_profiles.tensors import open_checkpoint, read_json, read_shard
@@ -56,6 +57,8 @@ def verify_model(
     checkpoint, mapped = sibling(chosen.path, CHECKPOINT), sibling(chosen.path, MAP)
     if not checkpoint.exists() and not mapped.exists():
         raise InputError(f"neither {checkpoint} nor {mapped} exists; write one with smoe regroup.")
+    if dataset:
+        find_file(dataset)
     model = model_of(chosen, folder, model_name)
     trial = None
     if not tensors_only:

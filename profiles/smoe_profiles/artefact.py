@@ -33,6 +33,17 @@ FORMAT_VERSION = 1
 SCRATCH = "."
 RESUME_KEY = f"{SCRATCH}resume.json"
 LIBRARIES = ("smoe", "numpy", "scipy", "numba", "pyarrow", "torch", "transformers")
+MADE_BY = {
+    "trace": "smoe profile or smoe import",
+    "tables": "smoe build-tables",
+    "tables-shard": "smoe build-tables --shard i/n",
+    "placement": "smoe cocluster --ep G",
+    "checkpoint": "smoe regroup",
+    "map": "smoe regroup",
+    "evaluation": "smoe evaluate",
+}
+"""What to run for an artefact that is not there."""
+
 HASHED_AT_ONCE = 1 << 22
 """Bytes of a file that are read and hashed before progress is said."""
 
@@ -111,7 +122,8 @@ def open_artefact(path: Path, kind: str, *, hashes: bool = False, progress: Prog
     restore_set_aside(path)
     record = path / "smoe" if (path / "smoe" / "manifest.json").exists() else path
     if not (record / "manifest.json").exists():
-        raise InputError(f"{path} is missing or has no manifest.json; it is not a finished {kind} artefact.")
+        todo = f"make it with {MADE_BY[kind]}" if kind in MADE_BY else f"it is not a finished {kind} artefact"
+        raise InputError(f"{path} is missing or has no manifest.json; {todo}.")
     manifest = read_json(record / "manifest.json", own=True)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{record / 'manifest.json'} is not a smoe manifest.")
@@ -188,9 +200,15 @@ def check_unchanged(stamps: dict[Path, tuple[int, ...]]) -> None:
 
 def require_parent(child: Artefact, parent: Artefact) -> None:
     """Check that `child` was made from `parent`; InputError names both sides."""
-    if child.parent_id(parent.kind) != parent.id:
-        wanted = str(child.parent_id(parent.kind))[:12]
-        raise InputError(f"{child.path} was made from {parent.kind} {wanted}, but {parent.path} is {parent.id[:12]}.")
+    wanted = child.parent_id(parent.kind)
+    if wanted == parent.id:
+        return
+    if wanted is None:
+        raise InputError(f"{child.path} was made without {parent.kind}, so {parent.path} does not go with it.")
+    raise InputError(
+        f"{child.path} was made from an earlier {parent.kind} artefact ({wanted[:12]}): {parent.path} was made anew "
+        f"since, or comes from elsewhere. Make {child.path.name} again: {MADE_BY[child.kind]} --force."
+    )
 
 
 def check_target(target: Path, *, force: bool) -> None:

@@ -8,6 +8,7 @@ import ast
 import hashlib
 import json
 import logging
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,31 @@ def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) 
             raise InputError(f"dataset {spec} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
         if len(ids):
             yield Document(ids.astype(np.uint32), source)
+
+
+def find_file(spec: str) -> Path | None:
+    """The file that a SPEC names; None for the built-in text, or a name on the hub.
+
+    Raises InputError if it is missing, cannot be read or has no known ending: told before a model is loaded.
+    """
+    archive = ".npz" in spec.rpartition("/")[2]
+    path = Path(spec.partition("#")[0] if archive else spec)
+    known = archive or _ending(path) in BUILDERS
+    on_disk = known or path.exists() or spec.startswith((".", "/", "~")) or spec.count("/") > 1
+    if spec == BUILTIN or not on_disk:
+        return None
+    if not path.is_file():
+        raise InputError(f"dataset {path} is missing or not a file.")
+    if not known:
+        raise InputError(f"dataset {path} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"dataset {path} cannot be read: permission denied.")
+    return path
+
+
+def _ending(path: Path) -> str:
+    """The last ending of a file's name that is no compression's."""
+    return next((suffix for suffix in reversed(path.suffixes) if suffix not in COMPRESSIONS), "")
 
 
 def _is_prose(row: Any) -> bool:
@@ -132,9 +158,8 @@ def _pieces(paragraphs: list[str], joint: str) -> Iterator[str]:
 
 
 def _npz_rows(spec: str) -> Iterator[TokenIds | npt.NDArray[Any]]:
+    find_file(spec)
     path, _, key = spec.partition("#")
-    if not Path(path).is_file():
-        raise InputError(f"dataset {path} is missing or not a file.")
     archive, key = Archive(Path(path)), key or "input_ids"
     if key not in archive:
         raise InputError(f"{path} has no array {key!r}; it holds {', '.join(archive)} (use FILE.npz#key).")
@@ -152,9 +177,9 @@ def _library_rows(spec: str) -> Iterator[Any]:
 
     library_logging.set_verbosity(logging.CRITICAL)  # what it would log of a broken file is in the error that it raises
 
-    path = Path(spec)
-    builder = _builder(path)
-    local = builder is not None
+    path = find_file(spec)
+    builder = _builder(path) if path else None
+    local = path is not None
     try:
         if builder is None:
             stream = load_dataset(spec, split="train", streaming=True)
@@ -180,16 +205,9 @@ def _library_rows(spec: str) -> Iterator[Any]:
         raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def _builder(path: Path) -> str | None:
-    """The library's reader for a file, which does not unpack to too much; None for what is no file: a hub's name."""
-    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
-    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
-    if builder is None and not path.exists():
-        return None
-    if not path.is_file():
-        raise InputError(f"dataset {path} is missing or not a file.")
-    if builder is None:
-        raise InputError(f"dataset {path} has no known ending; smoe reads .jsonl, .txt, .parquet and .npz.")
+def _builder(path: Path) -> str:
+    """The library's reader for a file, which does not unpack to too much."""
+    builder = BUILDERS[_ending(path)]
     check_stream(path)
     if builder == "json" and (path.suffix not in OPENERS or path.stat().st_size <= SMALL_FILE):
         _check_lines(path)

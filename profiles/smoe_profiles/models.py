@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Container
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from smoe_profiles.families.table import FAMILIES
 from smoe_profiles.tensors import CheckpointFiles, Shard, TensorInfo, as_float32, open_checkpoint, read_json, read_shard
 
 BUNDLED = Path(__file__).parent / "tiny"
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 UNKNOWN_FAMILY = "unknown"
 """Stands in the identity of a trace whose model is not known."""
 
@@ -112,11 +114,26 @@ class Model:
         return self.folder
 
     @property
+    def size(self) -> str:
+        """`nbytes` as people say it."""
+        return readable_size(self.nbytes)
+
+    @property
     def nbytes(self) -> int:
         """Size of the weights as stored; of a model that is not here, two bytes a parameter."""
         if self.folder is None:
             return int((self.billions or 0) * 2e9)
         return self.files().nbytes
+
+
+def readable_size(nbytes: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point: `93.4 GB`.
+
+    >>> readable_size(93.44e9), readable_size(3_221_504), readable_size(512)
+    ('93.4 GB', '3.2 MB', '512 bytes')
+    """
+    unit, name = next(((size, name) for size, name in UNITS if nbytes >= size), (1, "bytes"))
+    return f"{nbytes / unit:,.{0 if unit == 1 else 1}f} {name}"
 
 
 def bundled_names() -> list[str]:
@@ -143,9 +160,14 @@ def find_model(name: str, *, download: bool = True) -> Model:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _local(name, folder.resolve(), str(folder.resolve()))
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        known = ", ".join([*bundled_names(), *SHORT_NAMES])
-        raise InputError(f"model {name!r} is no folder, hub id or short name. Short names: {known}.")
+    if folder.exists():
+        raise InputError(f"model {name!r} is a file; name the folder that holds its config.json.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name!r}: there is no such folder.")
+    if "/" not in name:
+        near = get_close_matches(name.lower(), [*bundled_names(), *SHORT_NAMES], n=1)
+        meant = f"did you mean {near[0]}? smoe models" if near else "smoe models"
+        raise InputError(f"model {name!r} is no folder, hub id or short name; {meant} lists the short names.")
     cached = _snapshot(name, download)
     if cached is None:
         raise MachineError(f"model {name} is neither a folder nor in the hub cache, and the hub was not reachable.")
@@ -288,7 +310,7 @@ def _layer_sizes(identity: dict[str, Any]) -> list[tuple[Any, ...]]:
 def describe_identity(identity: dict[str, Any]) -> str:
     if is_unknown(identity):
         family = identity.get("family", UNKNOWN_FAMILY)
-        named = "an unknown model" if family == UNKNOWN_FAMILY else f"an unknown model of family {family}"
+        named = "an unknown model" if family == UNKNOWN_FAMILY else f"a {family} model whose weights were not read"
         sizes = dict.fromkeys(f"{experts} experts, top {top_k}" for _, experts, top_k in _layer_sizes(identity))
         return f"{named} ({len(_layer_sizes(identity))} MoE layers, {'; '.join(sizes)})"
     mapped = f", regrouped by map {identity['map_sha256'][:12]}" if identity.get("map_sha256") else ""

@@ -164,6 +164,12 @@ class Trace:
     vocab_size: int
     level: Level = Level.TOKEN
 
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether any row has a token id; dumps of expert ids alone have none."""
+        imported = self.artefact.parameters.get("imported")
+        return not isinstance(imported, dict) or bool(imported.get("has_token_ids", True))
+
     def groups(self, columns: Sequence[str], only: Container[int] | None = None) -> Iterator[pa.Table]:
         """The named columns of every row, one row group after another, in order. Needs level `token`.
 

@@ -26,7 +26,7 @@ def bench(
     width: Annotated[
         int | None, typer.Option("--width", min=8, help="Expert width to run at; default: the model's.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU: counts rows, times mean little.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Count rows on the CPU, without times.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Keep the JSON document here too.")] = None,
     hashes: HashesOption = False,
 ) -> None:
@@ -47,10 +47,11 @@ def bench(
         out=out,
         console=common.console,
     )
-    common.console.result(document, lambda: _show(common, document))
+    common.console.result(document, lambda: _show(common, document, timed=not cpu))
 
 
-def _show(common: Common, document: dict[str, Any]) -> None:
+def _show(common: Common, document: dict[str, Any], *, timed: bool = True) -> None:
+    """Rows counted and, of GPUs, times: those of a CPU say nothing."""
     where = document["machine"]
     (workload,) = document["workloads"].values()
     rows = [
@@ -59,16 +60,20 @@ def _show(common: Common, document: dict[str, Any]) -> None:
             one["case"],
             f"{one['local_share']:.3f}",
             f"{one['total_rows']:,}",
-            f"{one['total'] * 1e6:,.1f}",
-            f"{one['communication_share']:.0%}" if one.get("communication_share") is not None else "",
+            *(_times(one) if timed else []),
         ]
         for one in workload["results"]
     ]
     title = f"{workload['origin']}, {where['ranks']} ranks of {where['device']}, {where['date']}"
-    common.console.table(title, ["tokens", "way", "lar", "rows", "us", "of layer"], rows)
+    common.console.table(title, ["tokens", "way", "lar", "rows", *(["us", "of layer"] if timed else [])], rows)
     for one in workload["ratios"]:
-        common.console.line(
-            f"T {one['tokens']}: {one['against']} / {one['case']}: time {one['time_ratio']:.3f}, "
-            f"rows {one['row_ratio']:.3f}"
-        )
-    common.console.line("rows: through the busiest direction of the busiest rank; of layer: what exchanges take of it")
+        time = f"time {one['time_ratio']:.3f}, " if timed else ""
+        common.console.line(f"T {one['tokens']}: {one['against']} / {one['case']}: {time}rows {one['row_ratio']:.3f}")
+    share = "; of layer: what exchanges take of it" if timed else ""
+    common.console.line(f"rows: through the busiest direction of the busiest rank{share}")
+
+
+def _times(one: dict[str, Any]) -> list[str]:
+    """Microseconds, and the exchanges' share of the layer where that was measured."""
+    share = one.get("communication_share")
+    return [f"{one['total'] * 1e6:,.1f}", "" if share is None else f"{share:.0%}"]

@@ -96,14 +96,13 @@ def cocluster(
     force: ForceOption = False,
 ) -> None:
     """Place experts on EP ranks so that tokens stay local: writes placement-epG/."""
-    from smoe_cli.folder import TABLES, placement_path
+    from smoe_cli.folder import TABLES, can_regroup, has_heldout_rows, placement_path
     from smoe_cli.hardware import find_cost, load_hardware, read_rank_cost
     from smoe_cli.placing.mixing import choose_mix
     from smoe_cli.placing.solve_options import SolveOptions, check_ep, check_nodes, check_options
     from smoe_cli.placing.solving import choose_robust_mix, placement_to_stay_near, publish_placement
     from smoe_cli.workers import open_workers
     from smoe_profiles.artefact import check_target
-    from smoe_profiles.models import is_unknown
     from smoe_profiles.tables import open_tables
 
     machine = load_hardware(hardware)
@@ -135,11 +134,13 @@ def cocluster(
         start=near.id if near else None,
     )
     check_options(options, compare=compare)
+    measure = common.next("evaluate", "--placement", target.name) if has_heldout_rows(common.dir) else None
     if compare:
         with open_workers(jobs, ray, common.console.note) as workers:
             document = _compare(common, tables, options, workers)
-        following = common.next("cocluster", "--ep", str(ep))
-        common.console.result(document, lambda: _show_comparison(common, document), following)
+        named = ["--name", name] if name else []
+        place = None if target.exists() else common.next("cocluster", "--ep", str(ep), "--goal", goal, *named)
+        common.console.result(document, lambda: _show_comparison(common, document), place or measure)
         return
     cost = find_cost(tables.artefact, common.dir, machine, mode, ep, needed=goal is Goal.TIME)
     check_target(target, force=force or (near is not None and near.path == target))
@@ -159,8 +160,9 @@ def cocluster(
             old=near.placement if near else None,
         )
     document["mixes_tried"] = [asdict(one) | {"mean": one.mean, "worst": one.worst} for one in tried]
-    step = "evaluate" if is_unknown(tables.artefact.model) else "regroup"  # without weights there is nothing to rewrite
-    common.console.result(document, lambda: _show(common, document), common.next(step, "--placement", target.name))
+    moved = document["confirmed"] and can_regroup(tables.artefact.model, len(tables.layers))
+    following = common.next("regroup", "--placement", target.name) if moved else measure
+    common.console.result(document, lambda: _show(common, document), following)
 
 
 def _compare(common: Common, tables: "Tables", options: "SolveOptions", workers: "Workers") -> dict[str, Any]:
@@ -191,9 +193,9 @@ def _show_comparison(common: Common, document: dict[str, Any]) -> None:
         common.console.line("no held-out rows lie beside the tables; smoe evaluate judges a placement on others.")
 
 
-def _gain(found: dict[str, Any]) -> str:
+def _gain(found: dict[str, Any], digits: int) -> str:
     error = found["validation_two_standard_errors"]
-    return f"{found['validation_gain']:+.4f} ± {'?' if error is None else f'{error:.4f}'}"
+    return f"{found['validation_gain']:+.{digits}f} ± {'?' if error is None else f'{error:.{digits}f}'}"
 
 
 def _show_quality(common: Common, certificates: list[dict[str, Any]]) -> None:
@@ -208,26 +210,33 @@ def _show_quality(common: Common, certificates: list[dict[str, Any]]) -> None:
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:
+    from smoe_profiles.table_rows import MIN_BLOCKS
+
+    timed = document["goal"] == Goal.TIME
+    digits, unit = (2, " us") if timed else (4, "")
     rows = []
     for layer in document["layers"]:
-        stages = layer["stages"]
-        first, last = stages[0]["objective"], layer["objective"]
+        least = layer["certificate"]["value"]
         rows.append(
             [
                 str(layer["layer"]),
-                f"{first:.4f}",
-                f"{last:.4f}",
+                f"{layer['stages'][0]['objective']:.{digits}f}",
+                f"{layer['objective']:.{digits}f}",
                 str(layer["origin"]),
-                "?" if (least := layer["certificate"]["value"]) is None else f"{least:.4f}",
-                _gain(layer),
+                "?" if least is None else f"{least:.{digits}f}",
+                _gain(layer, digits),
             ]
         )
     columns = ["layer", "contiguous", "placed", "found by", "at best", "validation gain"]
-    goal = f"{document['goal']}{', microseconds' if document['goal'] == Goal.TIME else ''}"
+    goal = f"{document['goal']}{', microseconds' if timed else ''}"
     common.console.table(f"{document['path']}: {goal} on the fit rows, lower is better", columns, rows)
+    common.console.line("at best: no placement can be lower; ?: not known")
+    size = f"blocks of {document['validation_block_rows']:,} rows"
+    judged = f"{document['validation_blocks']} validation {size}, ± two standard errors"
+    common.console.line(f"validation gain: contiguous less placed{' in us' if timed else ''}, {judged}")
     if times := document["validation_microseconds"]:
         common.console.line(
-            f"predicted layer time ({document['mode']}, {document['hardware']}), validation rows: "
+            f"predicted layer time ({document['mode']}, {document['hardware']}), validation {size}: "
             f"{times['placed']:.1f} us, contiguous {times['contiguous']:.1f} us"
         )
     _show_quality(common, [layer["certificate"] for layer in document["layers"]])
@@ -254,10 +263,26 @@ def _show(common: Common, document: dict[str, Any]) -> None:
             f"{document['redundant']} extra slots a rank, {document['extra_slots']:+.1%} expert slots: "
             f"{saved:+.4f} on validation blocks over no copies, mean over layers"
         )
-    gain = _gain(document)
+    gain = f"{_gain(document, digits)}{unit}"
     if document["confirmed"]:
         common.console.line(f"confirmed on validation blocks, mean over layers: {gain} (two standard errors)")
+        _show_fanout(common, document)
+    elif document["validation_two_standard_errors"] is None or document["validation_blocks"] < MIN_BLOCKS["validation"]:
+        common.console.line(
+            "nothing can be confirmed on so few validation rows: record more text; the placement is contiguous."
+        )
     else:
         common.console.line(
             f"nothing to gain: {gain} on validation blocks is not confirmed; the placement is contiguous."
+        )
+
+
+def _show_fanout(common: Common, document: dict[str, Any]) -> None:
+    """What a goal that weighs other things may have cost."""
+    fanout = document["validation_fanout"]
+    if fanout and fanout["placed"] > fanout["contiguous"]:
+        gained = "predicted time" if document["goal"] == Goal.TIME else "load or locality"
+        common.console.line(
+            f"tokens reach more ranks than with contiguous experts ({fanout['placed']:.2f} for "
+            f"{fanout['contiguous']:.2f}): this goal trades that for {gained}; --goal fanout does not"
         )

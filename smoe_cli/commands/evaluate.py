@@ -1,6 +1,8 @@
 """smoe evaluate: what a placement and a shuffle are worth on held-out tokens."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,9 +54,10 @@ def evaluate(
     """Measure a placement on held-out tokens in six states: writes evaluation-epG/ (replacing an older one)."""
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.evaluation.measuring import measure_placement
-    from smoe_cli.folder import TABLES, TRACE, applied, choose_placement
+    from smoe_cli.folder import TABLES, TRACE, applied, can_regroup, choose_placement
     from smoe_cli.hardware import load_hardware
-    from smoe_profiles.models import is_unknown
+    from smoe_cli.placement import RUNTIME
+    from smoe_cli.runtime_file import preferred_predictors
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
 
@@ -63,10 +66,11 @@ def evaluate(
     if requests and mode is not Mode.DP_EP:
         raise UsageError("--requests is read with --mode dp-ep only; add it.")
     chosen = choose_placement(common.dir, placement, hashes=hashes)
+    measured = open_trace(Path(trace) if trace else common.dir / TRACE, hashes=hashes)
     document = measure_placement(
         chosen,
         open_tables(common.dir / TABLES, hashes=hashes),
-        open_trace(Path(trace) if trace else common.dir / TRACE, hashes=hashes),
+        measured,
         predictors=predictors,
         batch=batch,
         max_tokens=max_tokens,
@@ -74,9 +78,13 @@ def evaluate(
         hardware=load_hardware(hardware),
         console=common.console,
     )
-    step = "report" if applied(chosen) or is_unknown(chosen.model) else "regroup"
+    step = "regroup" if can_regroup(chosen.model, len(document["layers"])) and not applied(chosen) else "report"
     following = common.next(step, "--placement", chosen.path.name)
-    common.console.result(document, lambda: show(common.console, document, mode), following)
+    notes = [
+        _told_by_ids(document["context"]["unseen_tokens"], measured.has_token_ids),
+        _preferred(preferred_predictors(chosen.record / RUNTIME), predictors),
+    ]
+    common.console.result(document, lambda: show(common.console, document, mode, notes), following)
     state, judge, judged = _judged(document, mode)
     failures = [f"{name} is {judged[name]:.4f}, under {bound}" for name, bound in under.items() if judged[name] < bound]
     failures += [f"{name} is {judged[name]:.4f}, over {bound}" for name, bound in over.items() if judged[name] > bound]
@@ -94,14 +102,36 @@ def _judged(document: dict[str, Any], mode: Mode) -> tuple[str, str, dict[str, f
     return state, predictor, by_predictor[predictor]["rule"]
 
 
-def show(console: Console, document: dict[str, Any], mode: Mode) -> None:
-    """What a reader of this way of running wants to see."""
+def _told_by_ids(unseen: float, has_token_ids: bool) -> str:
+    """How many rows the token table can say nothing of, and whether that is for want of ids."""
+    if not has_token_ids:
+        return "the trace has no token ids: the token predictor sends every row by popularity alone"
+    return f"{unseen:.1%} of rows are ids that the tables never saw"
+
+
+def _preferred(by_layer: Sequence[Predictor], measured: Sequence[Predictor]) -> str | None:
+    """A hint where validation preferred, in most layers, a predictor that was not measured."""
+    others = Counter(one for one in by_layer if one not in measured)
+    if Predictor.SELECTED in measured or 2 * others.total() <= len(by_layer):
+        return None
+    listed = ", ".join(f"{name} in {count}" for name, count in others.most_common())
+    return f"validation preferred {listed} of {len(by_layer)} layers: --predictor selected measures each layer's own"
+
+
+def show(console: Console, document: dict[str, Any], mode: Mode, notes: Sequence[str | None]) -> None:
+    """What a reader of this way of running wants to see. notes: on the scores that rows are shuffled by."""
     if mode is Mode.DP_EP:
         show_requests(console, document)
     elif mode is Mode.SPECULATIVE:
         show_tokens(console, document)
     else:
         show_states(console, document, mode)
+        return
+    _show_travel(console, document)
+    for note in notes:
+        if note:
+            console.line(note)
+    console.line("by layer, phase, source and token frequency, and experts: --json")
 
 
 def show_tokens(console: Console, document: dict[str, Any]) -> None:
@@ -115,7 +145,6 @@ def show_tokens(console: Console, document: dict[str, Any]) -> None:
             f"{predictor}: best rank {figures['rank_accuracy']:.1%} right, "
             f"{figures['oracle_share']:.1%} of the oracle's lar{experts}"
         )
-    _show_end(console, document)
 
 
 def show_requests(console: Console, document: dict[str, Any]) -> None:
@@ -137,17 +166,20 @@ def show_requests(console: Console, document: dict[str, Any]) -> None:
     )
     if "routing" in requests:
         console.line("the file holds no routing: held-out sequences in turn, cut or repeated")
-    _show_end(console, document)
 
 
-def _show_end(console: Console, document: dict[str, Any]) -> None:
-    """What travels in both ways of running, and where the rest is."""
+def _show_travel(console: Console, document: dict[str, Any]) -> None:
+    """What travels in both ways of running."""
     first = document["context"]["predictors"][0]
-    speculative = document["total"]["placed+shuffled"][first]["rule"]["wire_rows"]["speculative"]
-    routed = document["dp-ep"]["total"]["placed+shuffled"]["token"]["rule"]["wire_rows"]["dp-ep"]
-    console.line(f"rows sent, a token and layer: speculative {speculative:.2f} ({first}), dp-ep {routed:.2f} (token)")
-    console.line(f"{document['context']['unseen_tokens']:.1%} of rows are ids that the tables never saw")
-    console.line("by layer, phase, source and token frequency, and experts: --json")
+    total, routing = document["total"], document["dp-ep"]["total"]
+    plain = total["contiguous"]["none"]["rule"]["wire_rows"]["sp-ep"]
+    speculative = total["placed+shuffled"][first]["rule"]["wire_rows"]["speculative"]
+    unrouted = routing["contiguous"]["none"]["rule"]["wire_rows"]["dp-ep"]
+    routed = routing["placed+shuffled"]["token"]["rule"]["wire_rows"]["dp-ep"]
+    console.line(
+        f"rows between ranks in all exchanges of a layer, a token: {plain:.2f} as it is,\n"
+        f"{speculative:.2f} speculative ({first}); dp-ep {unrouted:.2f}, {routed:.2f} with requests routed"
+    )
 
 
 def show_states(console: Console, document: dict[str, Any], mode: Mode = Mode.SPECULATIVE) -> None:

@@ -66,7 +66,7 @@ def import_(
 ) -> None:
     """Read an engine's records of routing or NumPy archives: writes trace/. Its placement: writes placement-epG/."""
     from smoe_cli.errors import UsageError
-    from smoe_cli.folder import TRACE
+    from smoe_cli.folder import TRACE, step_after_trace
     from smoe_cli.importing import ImportPlan, import_trace, name_files
     from smoe_profiles.artefact import check_target
     from smoe_profiles.importers.records import ReadOptions
@@ -97,8 +97,8 @@ def import_(
         wanted=Wanted(split=split, split_by=split_by, order=not no_order),
     )
     document = import_trace(plan, target, force=force, console=common.console)
-    command = common.next("build-tables" if document["level"] == "token" else "inspect")
-    common.console.result(document, lambda: _show(common, document), command)
+    words, where = step_after_trace(target, document["level"], document["rows"].get("fit", 0))
+    common.console.result(document, lambda: _show(common, document), common.next(*words, where=where))
 
 
 def _import_placement(
@@ -127,6 +127,9 @@ def _show(common: Common, document: dict[str, Any]) -> None:
         f"{document['path']}: {sum(rows.values()):,} tokens of {document['model']} ({parts}), "
         f"level {document['level']}, {layers}; padding left out: {document['padding']:,}, rejected: {lost:,}"
     )
+    if document["level"] == "token" and not document["has_token_ids"]:
+        key = " (--tokens names their key)" if document["format"] == ImportFormat.NPZ else ""
+        common.console.line(f"no token ids in it{key}: experts can be placed, but no token foretells its experts")
     for reason, count in rejected.items():
         common.console.line(f"rejected, {reason}: {count:,}")
     for note in document["notes"]:

@@ -35,7 +35,7 @@ def inspect(
     """Look at an artefact (of a trace load, concentration, coverage, signs of sickness) or an engine's placement."""
     from smoe_cli.engines.importing import inspect_engine_map
     from smoe_cli.errors import CheckFailedError, UsageError
-    from smoe_cli.folder import TABLES, TRACE
+    from smoe_cli.folder import TABLES, TRACE, step_after_trace
     from smoe_cli.inspection.inspecting import compare, find_artefact, inspect_artefact
     from smoe_cli.inspection.showing import show_agreement, show_engine_map, show_summary, show_trace
 
@@ -57,8 +57,10 @@ def inspect(
         document = inspect_artefact(path, ep=ep, hashes=hashes, console=console)
         show = show_trace if document["kind"] == "trace" else show_summary
         failed = bool(document["lint"])
-        countable = path == common.dir / TRACE and document.get("level") == Level.TOKEN and not failed
-        following = common.next("build-tables") if countable and not (common.dir / TABLES).exists() else None
+        following = None
+        if path == common.dir / TRACE and document.get("level") == Level.TOKEN and not failed:
+            words, where = step_after_trace(path, document["level"], document["rows"]["fit"])
+            following = None if (common.dir / TABLES).exists() else common.next(*words, where=where)
         console.result(document, lambda: show(console, document), following)
     if strict and failed:
         raise CheckFailedError(f"{path}: {document['verdict']}.")

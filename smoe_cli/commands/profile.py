@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from smoe_cli.options import Common, DryRunOption, ForceOption
-from smoe_profiles.choices import Dtype, EarlyGate, Level, Pack, SplitBy, SplitMode
+from smoe_profiles.choices import Dtype, EarlyGate, Pack, SplitBy, SplitMode
 
 BUILTIN_TOKENS = 200_000
 
@@ -63,13 +63,16 @@ def profile(
     dry_run: DryRunOption = False,
 ) -> None:
     """Record which experts a model's tokens use: writes trace/."""
-    from smoe_cli.folder import TRACE
+    from smoe_cli.folder import TRACE, step_after_trace
     from smoe_cli.recording import RecordingPlan, describe_run, name_sources, record_trace
+    from smoe_profiles.datasets import find_file
     from smoe_profiles.models import find_model
 
     target = common.dir / TRACE
     specs = dataset or ["builtin"]
     sources = name_sources(specs, source or [])
+    for spec in specs:
+        find_file(spec)
     plan = RecordingPlan(
         model=find_model(model, download=not dry_run),
         datasets=list(zip(specs, sources, strict=True)),
@@ -94,7 +97,8 @@ def profile(
     document = record_trace(plan, target, force=force, console=common.console)
     if not document:  # of several processes, one speaks
         return
-    common.console.result(document, lambda: _show(common, document), common.next(*_next(document)))
+    words, where = step_after_trace(target, document["level"], document["rows"]["fit"])
+    common.console.result(document, lambda: _show(common, document), common.next(*words, where=where))
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:
@@ -103,12 +107,6 @@ def _show(common: Common, document: dict[str, Any]) -> None:
         f"{document['path']}: {sum(rows.values()):,} tokens of {document['model']} "
         f"({rows['fit']:,} fit, {rows['validation']:,} validation, {rows['heldout']:,} held-out)"
     )
-
-
-def _next(document: dict[str, Any]) -> tuple[str, ...]:
-    if document["level"] != Level.TOKEN:
-        return ("inspect",)
-    return ("build-tables",) if document["rows"]["fit"] else ("evaluate", "--trace", document["path"])
 
 
 def _show_model(common: Common, document: dict[str, Any]) -> None:

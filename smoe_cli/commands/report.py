@@ -36,13 +36,14 @@ def report(
     check_page(path, force=force)
     document = describe(found)
     write_page(path, render(document))
-    common.console.result(document, lambda: _show(common, document, path), document["verdict"]["next"]["command"])
+    following = document["verdict"]["next"]
+    common.console.result(document, lambda: _show(common, document, path), following["command"] if following else None)
 
 
 def _show(common: Common, document: dict[str, Any], path: Path) -> None:
     """The verdict and what it rests on; all else is on the page."""
     verdict = document["verdict"]
-    common.console.line(f"{path}: {document['title']}")
+    common.console.line(fill(f"{path}: {document['title']}", WIDTH, break_long_words=False, break_on_hyphens=False))
     common.console.line(fill(verdict["headline"], WIDTH))
     if verdict["figures"]:
         columns = ["use of the placement", "contiguous", "balancer", "here", "times", "needed"]

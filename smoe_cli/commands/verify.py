@@ -26,7 +26,7 @@ def verify(
 ) -> None:
     """Compare what regroup wrote with its source: every byte, then every layer's routing, the logits and the text."""
     from smoe_cli.errors import CheckFailedError, UsageError
-    from smoe_cli.folder import choose_placement
+    from smoe_cli.folder import choose_placement, has_heldout_rows
     from smoe_cli.verifying import verify_model
 
     if tensors_only and layers is not None:
@@ -42,7 +42,8 @@ def verify(
         hashes=hashes,
         console=common.console,
     )
-    following = common.next("evaluate", "--placement", chosen.path.name)
+    elsewhere = () if has_heldout_rows(common.dir) else ("--trace", "OTHER/trace")
+    following = common.next("evaluate", "--placement", chosen.path.name, *elsewhere)
     if document["passed"]:
         common.console.result(document, lambda: common.console.line(_summary(document)), following)
         return

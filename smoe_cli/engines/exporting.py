@@ -1,5 +1,6 @@
 """What smoe export does: one placement artefact into one engine's file, published whole or not at all."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from smoe_cli.engines.choices import Target
 from smoe_cli.engines.engine_map import EngineMap, ModelLayers
 from smoe_cli.engines.files import WRITERS
 from smoe_cli.folder import CHECKPOINT, sibling, trace_model_name
+from smoe_cli.options import DEFAULT_DIR
 from smoe_cli.placement import Placement, read_placement
 from smoe_profiles.artefact import Artefact, sync_to_disk
 from smoe_profiles.errors import ImpossibleError, InputError
@@ -91,13 +93,21 @@ def _vllm_recipe(chosen: Artefact, model: Model, placement: Placement) -> list[s
         raise ImpossibleError(
             f"{chosen.path} holds copies of experts; vLLM takes neither a static map nor a checkpoint with copies."
         )
+    placed, layers = len(placement.layer_ids), len(model.spec.layers)
+    if placed < layers:
+        raise ImpossibleError(
+            f"{chosen.path} places {placed} of {layers} MoE layers of {model.name}, and no whole checkpoint can be "
+            "written for vLLM's linear placement; record every layer, or serve with an engine that takes a map."
+        )
     if blocking_layer(model.spec.layers, placement.physical_to_logical):
         raise ImpossibleError(
             f"{chosen.path} is map-only (the router is group-limited and the placement splits its groups), and vLLM "
             "takes no static map; place with smoe cocluster --groups whole, or serve with an engine that takes a map."
         )
     checkpoint, ranks = sibling(chosen.path, CHECKPOINT), placement.num_ranks
-    written = "" if checkpoint.exists() else f" (write it first: smoe regroup --placement {chosen.path.name})"
+    folder = [] if chosen.path.parent == DEFAULT_DIR else ["-C", str(chosen.path.parent)]
+    command = ["smoe", "regroup", "--placement", chosen.path.name, *folder]
+    written = "" if checkpoint.exists() else f" (write it first: {shlex.join(command)})"
     return [
         f"vllm serve {checkpoint} --tensor-parallel-size {ranks} --enable-expert-parallel "
         f"--expert-placement-strategy linear{written}",

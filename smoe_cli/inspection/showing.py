@@ -154,8 +154,9 @@ def show_summary(console: Console, document: dict[str, Any]) -> None:
     """An artefact that is no trace: manifest, parents, and its figures by layer or by state."""
     count = document["files"]
     _head(console, document, f"{count} file{'s' if count > 1 else ''}")
-    facts = [f"{key} {_plain(value)}" for key, value in document["parameters"].items() if not isinstance(value, dict)]
-    _say(console, f"parameters: {', '.join(facts)}")
+    facts = [f"{key} {_plain(value)}" for key, value in document["parameters"].items() if _says_something(value)]
+    if facts:
+        _say(console, f"parameters: {', '.join(facts)}")
     if document.get("token_ids"):
         _say(console, "token ids: {seen:,} of {vocabulary:,} seen".format(**document["token_ids"]))
     if document.get("total"):
@@ -194,7 +195,8 @@ def _show_layer_facts(console: Console, document: dict[str, Any]) -> None:
             "taken to share their load equally",
         )
     if document["validation_gain"] is not None:
-        _say(console, f"gain: over contiguous on validation blocks; mean {document['validation_gain']:.4f}")
+        kept = "" if document["parameters"].get("confirmed", True) else ", not confirmed: experts are where they were"
+        _say(console, f"gain: over contiguous on validation blocks; mean {document['validation_gain']:.4f}{kept}")
     if document["tables"]:
         _say(console, "contiguous, placed: load of the busiest rank over the mean, from the tables beside it")
     else:
@@ -211,8 +213,17 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _says_something(value: Any) -> bool:
+    """Whether a parameter is worth a word: it is set, and no table."""
+    return value is not None and value is not False and value != [] and not isinstance(value, dict)
+
+
 def _plain(value: Any) -> str:
     """A parameter as text; of a hash the part by which people know it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if value is True:
+        return "yes"
     if isinstance(value, str) and len(value) == HASH_DIGITS:
         return value[:12]
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

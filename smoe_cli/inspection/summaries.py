@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_cli.evaluation.measuring import STATES
-from smoe_cli.folder import CHECKPOINT, EVALUATION, MAP, PLACEMENT, TABLES
+from smoe_cli.folder import CHECKPOINT, EVALUATION, MAP, PLACEMENT, TABLES, TRACE
 from smoe_cli.placement import contiguous_placement, read_placement
 from smoe_profiles.artefact import Artefact, open_artefact
 from smoe_profiles.errors import InputError
-from smoe_profiles.models import describe_identity
+from smoe_profiles.models import describe_identity, is_unknown, same_model
 from smoe_profiles.tables import Tables
 from smoe_profiles.tensors import read_json, read_json_lines
 from smoe_profiles.trace import read_layers
@@ -51,12 +51,22 @@ def describe(artefact: Artefact) -> dict[str, Any]:
         "kind": artefact.kind,
         "id": artefact.id,
         "model": artefact.model,
-        "model_name": describe_identity(artefact.model),
+        "model_name": _model_name(artefact),
         "created": artefact.run().get("created"),
         "bytes": sum(facts["bytes"] for facts in files.values()),
         "files": len(files),
         "parents": _parents(artefact),
     }
+
+
+def _model_name(artefact: Artefact) -> str:
+    """A model's identity in words; where its weights were not read, behind the name that its trace was given."""
+    described = describe_identity(artefact.model)
+    if not is_unknown(artefact.model):
+        return described
+    traces = [artefact] if artefact.kind == TRACE else _beside(artefact, TRACE)
+    names = [trace.run().get("model") for trace in traces if same_model(trace.model, artefact.model)]
+    return ", ".join([*map(str, filter(None, names[:1])), described])
 
 
 def _parents(artefact: Artefact) -> list[dict[str, Any]]:

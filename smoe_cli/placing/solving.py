@@ -28,6 +28,7 @@ from smoe_cli.placement import (
 from smoe_cli.placing.contraction import choose_smoothing, contract_tables
 from smoe_cli.placing.mixing import Mix, Round, chosen_blocks, gains_by_source, robust_mix, weigh_blocks
 from smoe_cli.placing.solve_options import SolveOptions
+from smoe_cli.placing.validation import validation_facts
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.tables import Counts, Samples, Tables
@@ -479,6 +480,7 @@ def publish_placement(
         document |= {key: served[key] for key in ("predictors", "runtime_bytes")}
         document["gains_by_source"] = _by_source(tables, plans)
         document["validation_microseconds"] = _mean_microseconds(plans, confirmation.confirmed)
+        document |= validation_facts(tables, placement)
         document["extra_slots"] = placement.physical_to_logical.shape[1] / placement.num_experts - 1
         document["validation_gain"] = confirmation.mean_gain
         document["validation_two_standard_errors"] = _finite(confirmation.two_standard_errors)

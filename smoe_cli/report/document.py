@@ -7,10 +7,11 @@ draws them escapes them.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from smoe_cli.report.coactivation import coactivation_section
-from smoe_cli.report.following import engines, map_only, next_step
+from smoe_cli.report.following import engines, evener, map_only, next_step
 from smoe_cli.report.gathering import Found
 from smoe_cli.report.loads import load_section, traffic_section
 from smoe_cli.report.prediction import prediction_section, reliability_section
@@ -67,12 +68,13 @@ def describe(found: Found) -> dict[str, Any]:
 def _document(found: Found) -> dict[str, Any]:
     sections = {name: make(found) for name, (make, _, _) in SECTIONS.items()}
     judged = verdict(found, sections["states"])
+    judged["cautions"] += evener(found, judged)
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "title": _title(found),
         "model": _model(found),
-        "layers": [row["id"] for row in _layers(found)],
+        "layers": found.layer_ids,
         "ranks": found.ranks,
         "placement": found.name,
         "artefacts": [
@@ -109,8 +111,10 @@ def _model(found: Found) -> dict[str, Any]:
 
 
 def _title(found: Found) -> str:
-    model = _model(found)
-    name = "A model" if model["family"] == UNKNOWN_FAMILY else model["family"]
+    model, covered, total = _model(found), len(found.layer_ids), len(_layers(found))
+    family = "A model" if model["family"] == UNKNOWN_FAMILY else model["family"]
+    name = Path(found.model_name).name if found.model_name else family
     ranks = f", on {found.ranks} ranks" if found.ranks else ""
-    sizes = f"{len(_layers(found))} MoE layers of {model['num_experts']} experts, top {model['top_k']}"
+    layers = f"{total}" if covered == total else f"{covered} of {total}"
+    sizes = f"{layers} MoE layers of {model['num_experts']} experts, top {model['top_k']}"
     return f"{name}: {sizes}{ranks}"

@@ -26,6 +26,9 @@ from smoe_solvers.choices import Predictor
 
 SOLVER_LOG = "solver.jsonl"
 
+MODEL_COMMANDS = ("export", "regroup", "verify")
+"""Commands that need a model, by default the one that the trace names."""
+
 Opened = TypeVar("Opened")
 
 
@@ -88,11 +91,32 @@ class Found:
             return self.placed.placement.num_ranks
         return None if self.measured is None else int(self.measured.context["ranks"])
 
+    @property
+    def layer_ids(self) -> list[int]:
+        """The MoE layers that are covered: all of the model's, or those that were recorded."""
+        if self.placed is not None:
+            return list(self.placed.placement.layer_ids)
+        if self.measured is not None:
+            return [int(layer) for layer in self.measured.document["layers"]]
+        opened = self.tables or self.trace
+        return [layer.id for layer in opened.layers] if opened else []
+
+    @property
+    def model_name(self) -> str | None:
+        """What the trace calls its model, a short name, hub id or folder; None where it does not say."""
+        name = self.trace.artefact.run().get("model") if self.trace else None
+        return str(name) if name else None
+
+    def needs_model(self, command: str) -> bool:
+        """Whether a command must be told which model it is."""
+        return command in MODEL_COMMANDS and self.model_name is None
+
     def command(self, *words: str, chosen: bool = False) -> str:
         """A command line for this folder. chosen: of a command that needs the placement's name where several fit."""
+        model = ["--model", "MODEL"] if self.needs_model(words[0]) else []
         named = ["--placement", self.named] if chosen and self.named else []
-        folder = [] if self.folder == DEFAULT_DIR else ["-C", str(self.folder)]
-        return shlex.join(["smoe", *words, *named, *folder])
+        folder = [] if self.folder == DEFAULT_DIR or "-C" in words else ["-C", str(self.folder)]
+        return shlex.join(["smoe", *words, *model, *named, *folder])
 
 
 def gather(folder: Path, wanted: str | None) -> Found:

@@ -21,7 +21,16 @@ from smoe_cli.report.states import (
     state_row,
     state_value,
 )
-from smoe_cli.report.wording import PLACED, UNITS, cautions, conditions_text, headline, sentence
+from smoe_cli.report.wording import (
+    BUSY_RANK,
+    FEW_REQUESTS,
+    PLACED,
+    UNITS,
+    cautions,
+    conditions_text,
+    headline,
+    sentence,
+)
 
 Tree = dict[str, Any]
 
@@ -81,13 +90,17 @@ MORE_LOAD = 1.05
 DeepSeek-V2-Lite, 28 % fewer rows for 12 % more on the busiest rank lose to a load balancer by predicted time.
 """
 
+SAME_TIME = 0.005
+"""Where no state's predicted time differs more from another's, whatever rows it sends, the time is fixed cost."""
+
 ANSWERS = {
     "nothing": "Placing confirmed no gain on validation blocks and returned contiguous experts.",
     "unmeasured": "There is no evaluation of this placement.",
     "worth-it": "A use in today's engines reaches its threshold.",
     "needs-more": "Only a shuffling run time or a request router reaches its threshold.",
-    "undecided": "No layer time is known, and where few enough rows are sent to reach a threshold, the busiest rank "
-    f"computes more than {MORE_LOAD:g} times as much as with the baselines.",
+    "undecided": "A threshold is reached, but in doubt: under attention-DP with fewer requests than ranks, or, no "
+    f"layer time being known, with a busiest rank that computes more than {MORE_LOAD:g} times as much as with the "
+    "baselines.",
     "little": "No use reaches its threshold.",
 }
 """In the order they are tried: the first whose rule holds."""
@@ -96,15 +109,18 @@ ANSWERS = {
 def verdict(found: Found, states: Tree | None) -> Tree:
     """The first screen's document. states: what `states_section` gives, None without an evaluation."""
     basis = _basis(states) if states else None
-    figures = _figures(states, basis) if states and basis else []
-    answer = _answer(found, figures)
     conditions = _conditions(found)
+    few = conditions is not None and conditions["requests"]["count"] < conditions["ranks"]
+    figures = _figures(states, basis, few) if states and basis else []
+    answer = _answer(found, figures)
+    fixed = basis == TIME and states is not None and _fixed_cost(states)
     return {
         "answer": answer,
-        "headline": headline(answer, figures),
+        "headline": headline(answer, figures, fixed),
         "reasons": [sentence(figure) for figure in figures],
-        "cautions": cautions(states, basis, conditions) if states and basis and conditions else [],
+        "cautions": cautions(states, basis, conditions, fixed) if states and basis and conditions else [],
         "basis": basis,
+        "fixed_cost": fixed,
         "figures": figures,
         "thresholds": [
             {"answer": "worth-it" if one.use == PLACED else "needs-more"} | asdict(one) for one in THRESHOLDS
@@ -124,14 +140,26 @@ def _basis(states: Tree) -> str | None:
     return TIME if all(use.way in found for use, found in zip(USES, times, strict=True)) else ROWS
 
 
-def _figures(states: Tree, basis: str) -> list[Tree]:
-    """Every use against its baselines, as the schema of the report says."""
+def _fixed_cost(states: Tree) -> bool:
+    """Whether all states, run alike, take the same predicted time."""
+    for table in ("tokens", "requests"):
+        by_way: dict[str, list[float]] = {}
+        for row in states[table]:
+            for way, time in (row["total"][TIME] or {}).items():
+                by_way.setdefault(way, []).append(time)
+        if any(max(times) > (1 + SAME_TIME) * min(times) for times in by_way.values()):
+            return False
+    return True
+
+
+def _figures(states: Tree, basis: str, few: bool) -> list[Tree]:
+    """Every use against its baselines, as the schema of the report says. few: requests, too few to count."""
     needed = {one.use: one.at_least for one in THRESHOLDS if one.basis == basis}
-    figures = [_figure(states, use, basis, needed[use.use]) for use in USES]
+    figures = [_figure(states, use, basis, needed[use.use], few and use.table == "requests") for use in USES]
     return [figure for figure in figures if figure]
 
 
-def _figure(states: Tree, use: Use, basis: str, at_least: float) -> Tree | None:
+def _figure(states: Tree, use: Use, basis: str, at_least: float, few: bool) -> Tree | None:
     """One use; None where it was not measured."""
     row = state_row(states, use.table, use.state)
     baselines = {name: state_row(states, use.table, name) for name in ("contiguous", BALANCER)}
@@ -143,8 +171,13 @@ def _figure(states: Tree, use: Use, basis: str, at_least: float) -> Tree | None:
     better = min(known, key=lambda name: known[name])
     speedup = max(known[better], LEAST) / max(value, LEAST)
     load = row["total"]["load_imbalance"]
-    load_baseline = min(one["total"]["load_imbalance"] for one in baselines.values() if one)
-    affordable = basis == TIME or load <= MORE_LOAD * load_baseline
+    loads = {name: one["total"]["load_imbalance"] for name, one in baselines.items() if one}
+    evenest = min(loads, key=lambda name: loads[name])
+    doubt = None
+    if speedup >= at_least and few:
+        doubt = FEW_REQUESTS
+    elif speedup >= at_least and basis == ROWS and load > MORE_LOAD * loads[evenest]:
+        doubt = BUSY_RANK
     return {
         **{name: getattr(use, name) for name in ("use", "label", "needs", "way", "state")},
         "value": value,
@@ -153,9 +186,11 @@ def _figure(states: Tree, use: Use, basis: str, at_least: float) -> Tree | None:
         "speedup": speedup,
         "threshold": at_least,
         "load_imbalance": load,
-        "load_baseline": load_baseline,
-        "reached": speedup >= at_least and affordable,
-        "undecided": speedup >= at_least and not affordable,
+        "load_baseline": loads[evenest],
+        "evenest": evenest,
+        "reached": speedup >= at_least and doubt is None,
+        "undecided": doubt is not None,
+        "doubt": doubt,
         "unit": UNITS[basis],
     }
 

@@ -26,22 +26,30 @@ SAID = {
     "us": Said("us a layer", 1, "as fast as", "less predicted layer time"),
     "rows": Said("rows a token to other ranks", 3, "fewer than", "fewer rows to other ranks, layer time unknown"),
 }
-TOO_BUSY = (
-    "reached in rows, but the busiest rank computes {load_imbalance:.2f} times the mean instead of {load_baseline:.2f}"
-)
+BUSY_RANK, FEW_REQUESTS = "load", "requests"
+"""Why a figure that reaches its threshold does not count."""
+
+DOUBTS = {
+    BUSY_RANK: "reached in rows, but the busiest rank computes {load_imbalance:.2f} times the mean instead of "
+    "{load_baseline:.2f} {than}",
+    FEW_REQUESTS: "reached, but with fewer requests than ranks, too few to count",
+}
 
 WAYS = {"sp-ep": "tokens spread over ranks (sp-ep)", "dp-ep": "attention-DP (dp-ep)"}
 """How today's engines run a layer, in words."""
 
-LOADS = {"placed": "placed", "contiguous": "contiguous", BALANCER: "with the load balancer"}
+LOADS = {"placed": "placed", "contiguous": "contiguous", BALANCER: "under the load balancer"}
 """States whose load is set side by side, in words."""
+
+THAN = {"contiguous": "with contiguous experts", BALANCER: "under the load balancer"}
+"""Baselines, in words."""
 
 FEW_BATCHES, FEW_ROUNDS = 4, 8
 """Fewer batches, or rounds of one request a rank, than these are said to be few."""
 
 
-def headline(answer: str, figures: Sequence[Tree]) -> str:
-    """The answer in one sentence."""
+def headline(answer: str, figures: Sequence[Tree], fixed: bool) -> str:
+    """The answer in one sentence. fixed: whether every predicted time is fixed cost."""
     reached = [figure for figure in figures if figure["reached"]]
     match answer:
         case "unmeasured":
@@ -54,10 +62,23 @@ def headline(answer: str, figures: Sequence[Tree]) -> str:
             needs = " or ".join(dict.fromkeys(one["needs"] for one in reached))
             return f"Worth it only with {needs}: {_less(best)}."
         case "undecided":
-            return "Not decided: fewer rows travel, but the busiest rank computes more, and no layer time is known."
+            return _undecided([figure for figure in figures if figure["undecided"]])
         case "nothing":
             return "Nothing to gain from placing experts: they are best left where they are."
+    if fixed:
+        return "Little to gain: nearly all predicted layer time is fixed cost, which no placement changes."
     return "Little to gain: no way to use this placement reaches its threshold."
+
+
+def _undecided(figures: Sequence[Tree]) -> str:
+    """What stands in the way of an answer."""
+    busy = [figure["evenest"] for figure in figures if figure["doubt"] == BUSY_RANK]
+    if not busy:
+        return "Undecided: only attention-DP reaches its threshold, with fewer requests than ranks: too few to count."
+    return (
+        f"Undecided: fewer rows travel, but the busiest rank computes more than {THAN[busy[0]]}, and no layer time is "
+        "known."
+    )
 
 
 def _less(figure: Tree) -> str:
@@ -71,17 +92,23 @@ def sentence(figure: Tree) -> str:
     if figure[BALANCER] is not None:
         plain.append(f"{figure[BALANCER]:.{words.digits}f} with the engine's load balancer")
     reached = "reached" if figure["reached"] else "not reached"
+    doubt = DOUBTS[figure["doubt"]].format(**figure, than=THAN[figure["evenest"]]) if figure["undecided"] else ""
     return (
         f"{figure['label'][0].upper()}{figure['label'][1:]} ({figure['way']}): "
         f"{figure['value']:.{words.digits}f} {words.unit}, {' and '.join(plain)}; {figure['speedup']:.3f} times "
         f"{words.better} the better of these, {figure['threshold']:.2f} needed: "
-        f"{TOO_BUSY.format(**figure) if figure['undecided'] else reached}."
+        f"{doubt or reached}."
     )
 
 
-def cautions(states: Tree, basis: str, conditions: Tree) -> list[str]:
+def cautions(states: Tree, basis: str, conditions: Tree, fixed: bool) -> list[str]:
     """What the figures do not say by themselves."""
     said = _scarce(conditions)
+    if fixed:
+        said.append(
+            "Nearly all predicted time is fixed cost: whatever rows a state sends, it takes as long as any other run "
+            "the same way; a model or batch so small says nothing of larger ones."
+        )
     rows = {state: state_row(states, "tokens", state) for state in (*LOADS, "shuffled", "placed+shuffled")}
     alone, both = (state_value(rows[state], basis, "speculative") for state in ("shuffled", "placed+shuffled"))
     if alone is not None and both is not None:
@@ -99,8 +126,8 @@ def cautions(states: Tree, basis: str, conditions: Tree) -> list[str]:
             f"{moved[0]:.1f}."
         )
         said.append(
-            "No layer time is predicted: that needs the model's config.json (name its folder with --model when a trace "
-            "is recorded or imported), and an evaluation made since (smoe evaluate)."
+            "No layer time is predicted: that needs the model's config.json (a folder or a short name, given with "
+            "--model when a trace is recorded or imported), and an evaluation made since (smoe evaluate)."
         )
     return said
 
@@ -127,10 +154,14 @@ def conditions_text(conditions: Tree) -> str:
     machine = conditions["hardware"]
     timed = f"times predicted for {machine}" if machine else "no hardware model"
     whose = " of another trace than this folder's" if conditions["other_trace"] else ""
+    unseen = conditions["unseen_tokens"]
+    known = "no row has an id that the tables saw"
+    if unseen < 1:
+        known = f"{unseen:.1%} of rows are ids that the tables never saw"
     return (
         f"{conditions['rows']:,} held-out tokens{whose} in batches of {conditions['batch']:,}, "
         f"quota {conditions['quota']}, assignment by the served {conditions['assignment']}, "
         f"predictor {conditions['predictor']}, {timed}; "
-        f"{conditions['unseen_tokens']:.1%} of rows are ids that the tables never saw; attention-DP: "
+        f"{known}; attention-DP: "
         f"{conditions['requests']['count']:,} requests ({conditions['requests']['from']}), mean over layers."
     )

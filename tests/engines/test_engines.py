@@ -284,6 +284,12 @@ def test_vllm_takes_the_regrouped_checkpoint_under_linear_placement(deepseek_pat
     assert "do not give --enable-eplb" in said
 
 
+def test_the_regroup_that_vllm_needs_was_named_without_its_folder(deepseek_path, folder):
+    (folder / "checkpoint-ep8").unlink(missing_ok=True)
+    said = smoe("export", "--to", "vllm", "-C", folder, cwd=deepseek_path).out
+    assert f"(write it first: smoe regroup --placement placement-ep8 -C {folder})" in said
+
+
 def test_export_leaves_what_is_there_alone_without_force(deepseek_path, folder):
     path = folder / "there.json"
     path.write_text("mine")

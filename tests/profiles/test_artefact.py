@@ -78,13 +78,17 @@ def test_parents_and_parameters_added_while_writing_are_recorded(tmp_path):
     require_parent(child, parent)
 
 
-def test_another_parent_is_named_beside_the_wanted_one(tmp_path):
+def test_a_parent_that_was_made_anew_is_named_with_what_to_do_and_one_id(tmp_path):
     wanted, other = make(tmp_path / "trace"), make(tmp_path / "other", "two")
     with publish(tmp_path / "tables", "tables", parameters={}, model=MODEL, parents=[wanted]):
         pass
     child = open_artefact(tmp_path / "tables", "tables")
-    with pytest.raises(InputError, match=f"{wanted.id[:12]}.*{other.id[:12]}"):
+    with pytest.raises(
+        InputError, match=r"tables was made from.*other was made anew.*smoe build-tables --force"
+    ) as said:
         require_parent(child, other)
+    assert str(said.value).count(wanted.id[:12]) == 1
+    assert other.id[:12] not in str(said.value)
 
 
 def test_the_record_of_a_checkpoint_lies_in_its_own_folder(tmp_path):

@@ -86,10 +86,23 @@ def test_a_folder_gives_its_layer_table(name, tiny):
     assert model.location == str(tiny(name).resolve())
 
 
-@pytest.mark.parametrize("name", ["nothing", "./nothing", "/nothing/here", "~/nothing", "a/b/c"])
-def test_what_is_no_folder_hub_id_or_short_name_lists_the_short_names(name):
-    with pytest.raises(InputError, match=r"tiny-deepseek.*deepseek-v2.*olmoe-1b-7b"):
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
+def test_a_path_that_is_missing_is_called_a_missing_folder(name):
+    with pytest.raises(InputError, match=f"^model '{re.escape(name)}': there is no such folder\\.$"):
         find_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("mixtral-8x7", "mixtral-8x7b"), ("DeepSeek-V2-Light", "deepseek-v2-lite")]
+)
+def test_a_misspelt_short_name_is_answered_with_the_nearest(name, meant):
+    with pytest.raises(InputError, match=f"did you mean {meant}. smoe models lists"):
+        find_model(name)
+
+
+def test_a_name_like_no_other_is_answered_with_where_the_names_stand():
+    with pytest.raises(InputError, match=r"'nothing' is no folder, hub id or short name; smoe models lists"):
+        find_model("nothing")
 
 
 def test_a_file_is_no_model(tmp_path):

@@ -117,6 +117,7 @@ def unmeasured_document() -> dict:
         "reasons": [],
         "cautions": [],
         "basis": None,
+        "fixed_cost": False,
         "figures": [],
         "thresholds": [],
         "answers": [{"answer": "unmeasured", "rule": "There is no evaluation."}],
@@ -135,13 +136,20 @@ def unmeasured_document() -> dict:
 
 def _verdict() -> dict:
     common = {"contiguous": 100.0, "load_balancer": 96.0, "baseline": "load_balancer", "threshold": 1.02, "unit": "us"}
-    common |= {"load_imbalance": 1.36, "load_baseline": 1.35, "undecided": False}
+    common |= {
+        "load_imbalance": 1.36,
+        "load_baseline": 1.35,
+        "evenest": "contiguous",
+        "undecided": False,
+        "doubt": None,
+    }
     return {
         "answer": "needs-more",
         "headline": "Worth it with a request router: 1.23 times faster layers.",
         "reasons": ["An exported placement alone gives 1.01 times.", f"Source {HOSTILE[1]} was left out."],
         "cautions": ["Loads were measured, not modelled."],
         "basis": "microseconds",
+        "fixed_cost": False,
         "figures": [
             {
                 "use": "placed",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe_cli.report.drawing.overview import state_tables
+from smoe_cli.report.drawing.overview import cards, state_tables
 from smoe_cli.report.drawing.text import change, label, number, token, visible
 from smoe_cli.report.page import SECTIONS, render
 from smoe_profiles.errors import MachineError
@@ -111,6 +111,19 @@ def test_a_section_that_was_not_measured_says_what_to_run():
         assert f"Not measured: {name}." in read.text
         assert f"smoe do-{name}" in read.text
     assert "smoe profile --model M -C 'a <b> c'" in read.text
+
+
+def test_a_page_that_advises_nothing_names_no_command():
+    document = sample_document()
+    document["verdict"]["next"] = None
+    assert ">Next<" not in render(document)
+
+
+def test_a_slower_use_was_called_too_little_to_count():
+    figures = [sample_document()["verdict"]["figures"][0] | {"speedup": speedup} for speedup in (0.95, 1.01)]
+    assert [card.outcome for card in cards({"figures": figures})] == ["no gain", "too little to count"]
+    doubted = figures[0] | {"speedup": 1.2, "undecided": True, "doubt": "requests"}
+    assert cards({"figures": [doubted]})[0].outcome == "too few requests"
 
 
 def test_a_page_without_charts_does_without_the_library(monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_cli.placement import Placement
-from smoe_cli.report.following import engines, map_only, next_step, usual_ranks
+from smoe_cli.report.following import engines, evener, map_only, next_step, usual_ranks
 from smoe_cli.report.gathering import Found, Measured, Placed
 from smoe_cli.report.verdict import ANSWERS, MORE_LOAD, THRESHOLDS, USES, verdict
 from smoe_profiles.artefact import Artefact
@@ -207,8 +207,8 @@ def test_ranks_of_unlike_size_fit_no_engine(tmp_path):
 
 BUSY = states(60, 60, 60, 60, timed=False, loads=(1.0, 1.2))
 NEXT = {
-    "worth-it": "smoe export --to sglang",
-    "needs-more": "smoe regroup",
+    "worth-it": "smoe export --to sglang --model MODEL",
+    "needs-more": "smoe regroup --model MODEL",
     "little": "smoe cocluster --ep 8",
     "nothing": "smoe cocluster --ep 8",
     "unmeasured": "smoe profile --model M",
@@ -220,6 +220,7 @@ def test_every_answer_names_a_command(found, answer):
     step = next_step(found, {"answer": answer, "figures": []})
     assert step["command"] == f"{NEXT[answer]} -C {found.folder}"
     assert step["why"].endswith(".")
+    assert ("MODEL is your model" in step["why"]) == ("MODEL" in step["command"])
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -232,6 +233,101 @@ def test_a_placement_that_loses_by_its_busiest_rank_is_made_again_with_more_weig
 def test_more_weight_on_load_is_not_tried_twice(tmp_path):
     even = placed_folder(tmp_path, theta=0.5)
     assert "--theta" not in next_step(even, verdict(even, BUSY))["command"]
+
+
+def made_with(found, **parameters):
+    found.placed.artefact.parameters.update(parameters)
+    return found
+
+
+AGAIN = {
+    "effort": ({"effort": "fast"}, "--ep 4 --effort fast --theta 0.5 --name even"),
+    "goal": ({"goal": "lar"}, "--ep 4 --goal lar --theta 0.5 --name even"),
+    "nodes and groups": ({"nodes": 2, "whole_groups": True}, "--ep 4 --nodes 2 --groups whole --theta 0.5 --name even"),
+    "a goal that weighs no load": (
+        {"goal": "fanout", "effort": "fast"},
+        "--ep 4 --goal blend --effort fast --theta 0.5 --name even",
+    ),
+    "a goal that weighs load itself": ({"goal": "time", "mode": "dp-ep"}, "--ep 8 --goal time --mode dp-ep"),
+}
+
+
+@pytest.mark.parametrize(("made", "words"), AGAIN.values(), ids=AGAIN)
+def test_placing_again_dropped_the_goal_and_effort(found, made, words):
+    judged = verdict(made_with(found, **made), BUSY)
+    assert next_step(found, judged)["command"] == f"smoe cocluster {words} -C {found.folder}"
+
+
+def test_an_evener_placement_that_is_there_was_made_again(found):
+    (found.folder / "placement-ep4-even").mkdir()
+    step = next_step(found, verdict(found, BUSY))
+    assert step["command"] == f"smoe report --placement placement-ep4-even -C {found.folder}"
+
+
+def test_a_placement_slower_than_the_load_balancer_was_praised_without_a_word(found):
+    judged = verdict(made_with(found, effort="fast"), states(96, 99, 80, 99, balanced=90.0))
+    assert judged["answer"] == "worth-it"
+    (said,) = evener(found, judged)
+    assert "96.0 us a layer instead of 90.0" in said
+    assert said.endswith(f"smoe cocluster --ep 4 --effort fast --theta 0.5 --name even -C {found.folder}")
+    for measured in (
+        states(89, 99, 80, 99, balanced=90.0),
+        states(96, 99, 80, 99),
+        states(96, 99, 99, 99, balanced=90.0),
+    ):
+        assert evener(found, verdict(found, measured)) == []
+    assert evener(made_with(found, theta=0.5), judged) == []
+
+
+def few_requests(found, count):
+    found.measured.document["context"] = CONTEXT | {"requests": CONTEXT["requests"] | {"count": count}}
+    return found
+
+
+def test_worth_it_rested_on_three_requests_over_four_ranks(found):
+    judged = verdict(few_requests(found, RANKS - 1), states(99, 99, 80, 80))
+    assert judged["answer"] == "undecided"
+    assert "fewer requests than ranks" in judged["headline"]
+    assert [figure["doubt"] for figure in judged["figures"]] == [None, "requests", None, "requests"]
+    assert "too few to count." in judged["reasons"][1]
+    assert next_step(found, judged)["command"] == f"smoe evaluate --trace T/trace -C {found.folder}"
+
+
+def test_few_requests_put_only_attention_dp_in_doubt(found):
+    few_requests(found, RANKS - 1)
+    assert verdict(found, states(80, 99, 80, 99))["answer"] == "worth-it"
+    assert verdict(found, states(99, 80, 99, 80))["answer"] == "needs-more"
+    assert verdict(few_requests(found, RANKS), states(99, 99, 80, 80))["answer"] == "worth-it"
+
+
+@pytest.mark.parametrize(
+    ("balanced", "words"), [(100.0, "under the load balancer"), (None, "with contiguous experts")], ids=["both", "one"]
+)
+def test_the_busiest_rank_computes_more_than_something(found, balanced, words):
+    measured = states(60, 60, 60, 60, timed=False, balanced=balanced, loads=(1.4, 1.5))
+    if balanced:
+        for table in ("tokens", "requests"):
+            measured[table][1]["total"]["load_imbalance"] = 1.0
+    else:
+        measured = BUSY
+    judged = verdict(found, measured)
+    assert judged["headline"].startswith("Undecided: ")
+    assert f"computes more than {words}" in judged["headline"]
+    assert words in judged["reasons"][0]
+
+
+def test_fixed_cost_was_told_as_a_placement_that_loses(found):
+    measured = states(99, 99, 99, 99, loads=(1.0, 1.2))
+    for one in (*measured["tokens"], *measured["requests"]):
+        one["total"]["microseconds"] = dict.fromkeys(one["total"]["microseconds"], 37.53)
+    measured["requests"][0]["total"]["microseconds"]["dp-ep"] = 37.55
+    judged = verdict(found, measured)
+    assert judged["fixed_cost"]
+    assert "fixed cost" in judged["headline"]
+    assert any("Nearly all predicted time is fixed cost" in caution for caution in judged["cautions"])
+    assert next_step(found, judged) is None
+    measured["requests"][0]["total"]["microseconds"]["dp-ep"] = 38.0
+    assert not verdict(found, measured)["fixed_cost"]
 
 
 def test_ranks_that_cannot_be_doubled_are_given_copies_instead(tmp_path):

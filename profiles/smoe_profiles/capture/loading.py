@@ -84,9 +84,7 @@ def load_model(model: Model, options: LoadOptions) -> torch.nn.Module:
         if not placement:
             loaded = loaded.to(options.device)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise MachineError(
-            f"model {model.name} does not fit in memory ({model.nbytes / 1e9:.1f} GB of weights)."
-        ) from error
+        raise MachineError(f"model {model.name} does not fit in memory ({model.size} of weights).") from error
     except ImportError as error:
         raise MachineError(f"model {model.name} needs a package that is not installed ({error}).") from error
     except (RuntimeError, AssertionError) as error:

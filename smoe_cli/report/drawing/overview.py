@@ -25,6 +25,9 @@ UNITS = {
 }
 """Of a unit: how better, worse and neither is said, and what the values are."""
 
+DOUBTS = {"load": "too much on one rank", "requests": "too few requests"}
+"""Why a use that reaches its threshold does not count."""
+
 GROUPS = {
     "baseline": "Without a placement",
     "placed": "Placed: what today's engines give",
@@ -129,7 +132,9 @@ def _gain(speedup: float, unit: str) -> str:
 def _outcome(figure: dict[str, Any]) -> str:
     if figure["reached"]:
         return "✓ counts"
-    return "too much on one rank" if figure["undecided"] else "too little to count"
+    if figure["undecided"]:
+        return DOUBTS[figure["doubt"]]
+    return "too little to count" if figure["speedup"] >= 1 else "no gain"
 
 
 def state_tables(part: dict[str, Any] | None) -> list[StateTable]:
