@@ -92,7 +92,8 @@ def test_every_model_of_the_list_stands_in_one_line():
     listed = json.loads(printed(lambda: run(["models", "--json"])))["models"]
     assert max(map(len, text.splitlines())) <= WIDTH
     for model in listed:
-        assert re.search(rf"^{re.escape(model['model'])} .*{len(model['moe_layers'])} .*(yes|no) *$", text, re.MULTILINE)
+        row = rf"^{re.escape(model['model'])} .*{len(model['moe_layers'])} .*(yes|no) *$"
+        assert re.search(row, text, re.MULTILINE)
 
 
 def test_moe_layers_are_numbers_in_json():
