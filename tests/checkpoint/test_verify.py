@@ -294,6 +294,29 @@ def test_a_tie_excuses_only_the_experts_that_tie(tiny, tmp_path):
     assert not report.passed
 
 
+def test_equal_logits_with_other_selection_biases_are_no_tie(tiny, tmp_path):
+    """Experts 2 and 3 of a group have one router row, and the copy has left their biases behind."""
+    source, gate = editable(tiny("deepseek_v3"), tmp_path / "source"), "model.layers.2.mlp.gate"
+
+    def same_rows(tensors):
+        tensors[f"{gate}.weight"][3] = tensors[f"{gate}.weight"][2]
+        tensors[f"{gate}.e_score_correction_bias"][[2, 3]] = torch.tensor([0.0, 0.01])
+
+    edit_tensors(source, same_rows)
+    order = np.tile(np.arange(8), (2, 1))
+    order[1, [2, 3]] = [3, 2]
+    written = regroup(source, order, tmp_path / "copy")
+    assert routing(source, written, order).passed
+
+    def leave_behind(tensors):
+        tensors[f"{gate}.e_score_correction_bias"][[2, 3]] = torch.tensor([0.0, 0.01])
+
+    edit_tensors(written, leave_behind)
+    report = routing(source, written, order).layers[1]
+    assert report.mismatches > 0
+    assert report.ties == 0
+
+
 def test_a_sharded_copy_of_a_whole_source_is_compared_all_the_same(tiny, right, tmp_path):
     folder = tmp_path / "sharded"
     shutil.copytree(right, folder)

@@ -269,8 +269,10 @@ def test_products_are_weighed_and_added_to_the_bits_of_plain_torch():
 
 
 PLANNED = [(8, 64, 256), (4, 64, 256), (2, 64, 256), (8, 5, 256), (4, 5, 9), (2, 1, 256), (3, 65, 4), (4, 1000, 256)]
+PLANNED += [(8, 333, 4), (8, 64, 30), (8, 333, 256)]
 SEVERAL_CHUNKS = [(4, 0, 256), (8, 150, 256), (4, 90, 256)]
-"""Ranks, tokens, scores below; no tokens; the last in chunks that are small enough for the interpreter."""
+"""Ranks, tokens, scores below; the last of PLANNED need all rounds, or one too many would change them; no tokens;
+chunks small enough for the interpreter."""
 
 
 def planned_alike():
@@ -278,8 +280,8 @@ def planned_alike():
     from smoe_cli.runtime import plan
     from smoe_cli.runtime.plan_kernel import plan_rows
 
-    generator = torch.Generator().manual_seed(0)
     for number, (count, tokens, high) in enumerate(PLANNED + SEVERAL_CHUNKS):
+        generator = torch.Generator().manual_seed(8)
         table = torch.randint(0, high, (200, count), generator=generator, dtype=torch.uint8)
         if number % 4 == 1:
             table[:, 0] = 200 + table[:, 0] // 8  # a hot rank, whose price is beyond most scores
