@@ -138,8 +138,19 @@ def prepare_case(
     return Prepared(facts, works)
 
 
-def measure_cases(prepared: Sequence[Prepared], clock: Clock) -> list[dict[str, Any]]:
+def measure_size(
+    workload: Workload,
+    tokens: int,
+    exchanges: dict[str, Exchange],
+    experts: LocalExperts | None,
+    clock: Clock,
+    calls: int,
+) -> list[dict[str, Any]]:
     """All cases of one size, timed in turns."""
+    clock = clock.pooled()
+    prepared = [
+        prepare_case(workload, case, tokens, exchanges, experts, clock, calls) for case in default_cases(workload)
+    ]
     seconds = clock.seconds({(i, name): work for i, one in enumerate(prepared) for name, work in one.works.items()})
     return [one.document({name: seconds[i, name] for name in one.works}) for i, one in enumerate(prepared)]
 
@@ -318,9 +329,7 @@ def run(workloads: Sequence[Path], tokens: Sequence[int], backend: str, calls: i
         experts = random_experts(workload, dist.get_rank(), clock.device) if clock.device.type == "cuda" else None
         results = []
         for size in tokens:
-            cases = default_cases(workload)
-            prepared = [prepare_case(workload, case, size, exchanges, experts, clock, calls) for case in cases]
-            found = measure_cases(prepared, clock)
+            found = measure_size(workload, size, exchanges, experts, clock, calls)
             results += found
             for one in found:
                 _say(f"{path.stem} {_line(one)}")

@@ -63,7 +63,7 @@ FORMS: dict[str, tuple[Form, Form, Form, Form]] = {
     "reduce_scatter": (
         Form(32, 16, 4096, whole=True),
         Form(128, 16, 8192),
-        Form(128, 8, 8192, split=True),
+        Form(128, 16, 8192, split=True),
         Form(256, 8, 4096),
     ),
     "reduce_scatter_norm": (
@@ -88,7 +88,7 @@ FORMS: dict[str, tuple[Form, Form, Form, Form]] = {
         Form(64, 8, 4096, whole=True),
         Form(64, 8, 8192, step=64 << 10),
         Form(512, 8, 8192),
-        Form(256, 8, 8192),
+        Form(128, 16, 4096, split=True),
     ),
 }
 """Operation -> the form for up to SMALL bytes [G * C, H] in all, up to MEDIUM, above, and above where a row is cut into

@@ -152,11 +152,11 @@ class SymmetricExchange:
         return self.all_gather(self.reduce_scatter(partial, plan)[0], plan)[0]
 
     @contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def capture(self, graph: torch.cuda.CUDAGraph, pool: torch.cuda._POOL_HANDLE | None = None) -> Iterator[None]:
         """Capture what is done inside. All ranks enter together; the graph begins and ends with a fence, so that it may
-        be replayed before and after anything, as long as all ranks replay the same."""
+        be replayed before and after anything, as long as all ranks replay the same. pool: as `torch.cuda.graph`'s."""
         meet(self.group, self.device)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
             self._in_capture = True
             try:
                 self.fence()

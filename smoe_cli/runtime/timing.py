@@ -6,7 +6,7 @@ timed in turns, so that what a machine does over seconds falls on all of them al
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import TypeVar
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 WARM_UP = 3
-Capture = Callable[[torch.cuda.CUDAGraph], AbstractContextManager[None]]
-"""Captures what is done inside into a graph, together with the other ranks."""
+Pool = torch.cuda._POOL_HANDLE
+Capture = Callable[[torch.cuda.CUDAGraph, Pool | None], AbstractContextManager[None]]
+"""Captures what is done inside into a graph, together with the other ranks, its memory from a pool."""
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -32,10 +33,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Clock:
-    """How to time on this device. repeats: readings of each work, whose median counts."""
+    """How to time on this device. repeats: readings of each work, whose median counts. pool: memory that all its graphs
+    share, for none is replayed while another runs and none reads what another left; without it each keeps its own."""
 
     device: torch.device
     repeats: int = 7
+    pool: Pool | None = None
+
+    def pooled(self) -> "Clock":
+        """This clock for works that are timed and dropped together."""
+        return replace(self, pool=torch.cuda.graph_pool_handle()) if self.device.type == "cuda" else self
 
     def prepare(self, once: Callable[[], object], calls: int, capture: Capture | None = None) -> Work:
         """Work that does `once` several times; with `capture` from a CUDA graph, made after everything was compiled and
@@ -51,7 +58,7 @@ class Clock:
         if capture is None:
             return Work(several, calls, once)
         graph = torch.cuda.CUDAGraph()
-        with capture(graph):
+        with capture(graph, self.pool):
             several()
         return Work(graph.replay, calls, once)
 
