@@ -58,7 +58,7 @@ class Pricing:
             cost = self.costs[Mode.DP_EP]
             rank_rows = self.batch / cost.num_ranks
             exchange = cost.exchange(np.array([figures.remote_fanout_busiest * rank_rows]))
-            experts = cost.experts(np.array([figures.load_imbalance * self.top_k * rank_rows]))
+            experts = cost.experts(np.array([figures.load_imbalance_batch * self.top_k * rank_rows]))
             times[Mode.DP_EP.value] = float(exchange[0] + experts[0]) * 1e6
         return plain_figures(figures, rows, self.hidden_size, times)
 

@@ -102,7 +102,7 @@ def measure(
     remote[np.arange(rows), home] = False
     parts = batches(rows, batch)
     busiest = sum(_busiest_rank(remote[part], home[part]) for part in parts)
-    per_batch = [imbalance(served[part].sum(axis=0)) for part in parts]
+    loads = np.stack([served[part].sum(axis=0) for part in parts])
     wished = np.ones(ranks) if wishes is None else np.bincount(wishes.argmax(axis=1), minlength=ranks)
     return Figures(
         lar=float(at_home.sum() / served.sum()),
@@ -110,7 +110,7 @@ def measure(
         remote_fanout=float(remote.sum(axis=1).mean()),
         remote_fanout_busiest=float(busiest * ranks / rows),
         load_imbalance=imbalance(served.sum(axis=0)),
-        load_imbalance_batch=float(np.mean(per_batch)),
+        load_imbalance_batch=imbalance_by_batch(loads),
         token_imbalance=imbalance(wished),
         rank_accuracy=None if wishes is None else rank_accuracy(wishes, counts),
     )
@@ -152,6 +152,11 @@ def rank_accuracy(wishes: npt.NDArray[np.number], counts: npt.NDArray[np.number]
 def imbalance(load: npt.NDArray[np.number]) -> float:
     """The largest over the mean. load: [G]."""
     return float(load.max() / load.mean())
+
+
+def imbalance_by_batch(loads: npt.NDArray[np.integer]) -> float:
+    """The most loaded rank of each batch over the mean, batches weighed by what they load. loads: [B, G]."""
+    return float(loads.max(axis=1).sum() * loads.shape[1] / loads.sum())
 
 
 def _busiest_rank(remote: npt.NDArray[np.bool_], home: Int32Array) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from smoe_solvers.assignment import Int32Array, Int64Array
-from smoe_solvers.figures import Figures, batches, imbalance, rank_accuracy
+from smoe_solvers.figures import Figures, batches, imbalance, imbalance_by_batch, rank_accuracy
 
 
 def cyclic_sums(
@@ -92,7 +92,7 @@ def measure_requests(load: RequestLoad, rows: Int64Array, home: Int32Array, wish
         remote_fanout=float(remote.sum() / rows.sum()),
         remote_fanout_busiest=float(busiest * ranks / rows.sum()),
         load_imbalance=imbalance(load.served.sum(axis=0)),
-        load_imbalance_batch=float(np.mean([imbalance(load.served[part].sum(axis=0)) for part in rounds])),
+        load_imbalance_batch=imbalance_by_batch(np.stack([load.served[part].sum(axis=0) for part in rounds])),
         token_imbalance=imbalance(wished),
         rank_accuracy=None if wishes is None else rank_accuracy(wishes, load.held),
     )
