@@ -77,12 +77,34 @@ def smoe(
     """Options before a command; typer shows the app's help text."""
 
 
+PLAIN_WORDS = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+"""What an option's value must be, by the name that pydantic has for the fault."""
+
+
+def _in_plain_words(error: typer.TyperException) -> None:
+    """Say of a value that an option does not take what typer says in pydantic's words."""
+    listed = getattr(error.__cause__, "errors", None)
+    if listed is None or not hasattr(error, "message"):
+        return
+    fault = listed()[0]
+    wanted, facts = PLAIN_WORDS.get(fault["type"]), fault.get("ctx", {})
+    seen = f"{fault['input']!r} is not "
+    error.message = f"{seen}{wanted.format(**facts)}." if wanted else str(facts.get("error", fault["msg"]))
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         code = app(args=arguments, prog_name="smoe", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
+        _in_plain_words(error)
         show = getattr(error, "show", None)
         if show:
             show()

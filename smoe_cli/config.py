@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from smoe_profiles.errors import reason
+
 Options = dict[str, Any]
 """A command's parameters by the name a file gives them: no trailing underscore."""
 
@@ -23,7 +25,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"{path} cannot be read as TOML ({error}).") from error
+        raise typer.BadParameter(f"{path} cannot be read as TOML ({reason(error)}).") from error
     commands: dict[str, Any] = context.find_root().command.commands  # type: ignore[attr-defined]
     options = {name: _options(command) for name, command in commands.items()}
     shared = {key: value for key, value in content.items() if not isinstance(value, dict) and key not in options}

@@ -22,7 +22,7 @@ import numpy as np
 
 from smoe_cli.folder import TRACE, trace_model_name
 from smoe_profiles.artefact import Artefact, open_artefact
-from smoe_profiles.errors import InputError, SmoeError
+from smoe_profiles.errors import InputError, SmoeError, reason
 from smoe_profiles.importers.files import load_npy
 from smoe_profiles.models import find_model, same_model
 from smoe_solvers.choices import Mode
@@ -80,7 +80,7 @@ def load_hardware(name: str) -> Hardware:
     try:
         return _parse(json.loads(text), where)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON ({error}).") from error
+        raise InputError(f"{where} is not JSON ({reason(error)}).") from error
 
 
 def _parse(document: Any, where: str) -> Hardware:
@@ -164,7 +164,7 @@ def read_rank_cost(path: Path, num_ranks: int) -> tuple[tuple[float, ...], ...]:
         else:
             cost = np.array(json.loads(path.read_text(encoding="utf-8")), np.float64)
     except (OSError, ValueError, TypeError, EOFError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as a matrix of costs between ranks ({error}).") from error
+        raise InputError(f"{path} cannot be read as a matrix of costs between ranks ({reason(error)}).") from error
     try:
         Links.of_cost(cost, num_ranks)
     except ValueError as error:

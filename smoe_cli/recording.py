@@ -147,10 +147,9 @@ def _check_device(device: str) -> None:
         raise MachineError(f"--device {device}: torch sees no CUDA device on this machine.")
 
 
-def describe_run(plan: RecordingPlan, target: Path, *, force: bool, console: Console) -> dict[str, Any]:
+def describe_run(plan: RecordingPlan, console: Console) -> dict[str, Any]:
     """What the plan would do: the model's layers and memory and, where the model is here, the tokens to run."""
-    check_target(target, force=force)
-    document = describe_model(plan.model)
+    document = describe_model(plan.model) | {"device": plan.device_map or plan.device}
     if plan.model.folder is not None:
         from smoe_profiles.capture.loading import load_tokenizer
 
@@ -238,7 +237,7 @@ def _record(
         console.note(f"continuing after {sum(writer.rows.values()):,} recorded rows")
     options = LoadOptions(plan.dtype.value, device, plan.device_map, plan.tensor_parallel)
     console = console if processes.first else Console(quiet=True)
-    console.note(f"loading {plan.model.name}, {plan.model.size} of weights")
+    console.note(f"loading {plan.model.name}, {plan.model.size} of weights, on {plan.device_map or device}")
     loaded = load_model(plan.model, options)
     total = None if found is None else (found.tokens + found.documents * plan.decode) // share.count
     console.note(f"profiling {plan.model.name} on {', '.join(plan.sources)}")

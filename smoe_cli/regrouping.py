@@ -15,13 +15,15 @@ from smoe_cli.checkpoint.writer import write_checkpoint
 from smoe_cli.console import Console
 from smoe_cli.folder import CHECKPOINT, MAP, model_of, sibling, trace_model_name
 from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, read_placement, write_placement
-from smoe_profiles.artefact import Artefact, Draft, check_target, publish, staging_path
+from smoe_profiles.artefact import Artefact, Draft, check_target, publish, staging_path, standing_folder
 from smoe_profiles.errors import ImpossibleError, InputError
 from smoe_profiles.models import Model, find_model, is_unknown, map_hash, model_identity, recorded_map
 from smoe_profiles.tensors import encode_header, read_shard
 
 INVERSE = "inverse"
-TAKE_A_MAP = "Our run time, SGLang, TensorRT-LLM and vLLM-Ascend apply it after routing (smoe export); vLLM takes none."
+TAKE_A_MAP = (
+    "SGLang, TensorRT-LLM, vLLM-Ascend and smoe's run time apply it after routing (smoe export); vLLM takes none."
+)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -127,7 +129,7 @@ def _describe(rewrite: Rewrite, target: Path, jobs: int) -> dict[str, Any]:
     """The plan of a checkpoint, for the user."""
     counts = {role.value: rewrite.layout.count(role) for role in Role}
     moved = int((rewrite.physical_to_logical != np.arange(rewrite.physical_to_logical.shape[1])).sum())
-    size, free = rewrite.files.nbytes, shutil.disk_usage(target.parent).free
+    size, free = rewrite.files.nbytes, shutil.disk_usage(standing_folder(target)).free
     peak = rewrite.peak_bytes(_workers(jobs))
     said = ", ".join(f"{count:,} {role}" for role, count in counts.items() if count)
     kept, shards = len(rewrite.layout.further), len(rewrite.files.shards)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.tensors import Shape, Shard, check_arrays, read_shard
 from smoe_solvers.choices import Predictor
 
@@ -88,4 +88,4 @@ def _document(shard: Shard, key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{shard.path} has {key} {text!r}, which is not JSON ({error}).") from error
+        raise InputError(f"{shard.path} has {key} {text!r}, which is not JSON ({reason(error)}).") from error

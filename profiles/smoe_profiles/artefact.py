@@ -123,7 +123,7 @@ def open_artefact(path: Path, kind: str, *, hashes: bool = False, progress: Prog
     record = path / "smoe" if (path / "smoe" / "manifest.json").exists() else path
     if not (record / "manifest.json").exists():
         todo = f"make it with {MADE_BY[kind]}" if kind in MADE_BY else f"it is not a finished {kind} artefact"
-        raise InputError(f"{path} is missing or has no manifest.json; {todo}.")
+        raise InputError(f"{path} {'has no manifest.json' if path.exists() else 'is missing'}; {todo}.")
     manifest = read_json(record / "manifest.json", own=True)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{record / 'manifest.json'} is not a smoe manifest.")
@@ -212,21 +212,34 @@ def require_parent(child: Artefact, parent: Artefact) -> None:
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Refuse an existing target before any work. Raises ImpossibleError, or MachineError if it cannot be written."""
+    """Refuse an existing target before any work, and make nothing.
+
+    Raises ImpossibleError, or MachineError if it cannot be written.
+    """
     restore_set_aside(target)
     if target.is_symlink() or (target.exists() and not force):
         raise ImpossibleError(f"{target} exists already; give --force to replace it.")
-    parent = target.parent
-    if parent.exists() and not parent.is_dir():
+    parent = standing_folder(target)
+    if not parent.is_dir():
         raise MachineError(f"{parent} is a file, not a folder; choose another -C.")
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"{parent} cannot be made: {error.strerror}.") from error
-    if any("\ud800" <= letter <= "\udfff" for letter in str(parent)):
-        raise MachineError(f"{parent} is not named in UTF-8, as the Parquet library needs it; choose another -C.")
+    if any("\ud800" <= letter <= "\udfff" for letter in str(target.parent)):
+        raise MachineError(
+            f"{target.parent} is not named in UTF-8, as the Parquet library needs it; choose another -C."
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise MachineError(f"{parent} is not writable.")
+
+
+def standing_folder(target: Path) -> Path:
+    """The nearest of the folders above a target that is there already."""
+    return next(path for path in target.absolute().parents if os.path.lexists(path))
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{path} cannot be made: {error.strerror}.") from error
 
 
 @contextmanager
@@ -251,6 +264,7 @@ def publish(
     Raises ImpossibleError if the target exists and `force` is not given, MachineError if another run writes it.
     """
     check_target(target, force=force)
+    _make_folder(target.parent)
     staging = staging_path(target)
     started = time.monotonic()
     lock = _lock(staging)

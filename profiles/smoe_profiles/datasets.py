@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.errors import InputError, MachineError
+from smoe_profiles.errors import InputError, MachineError, reason
 from smoe_profiles.importers.files import Archive
 from smoe_profiles.parquet import open_parquet
 from smoe_profiles.split import Document, TokenIds
@@ -93,7 +93,7 @@ def _token_ids(row: Any, spec: str) -> npt.NDArray[np.int64]:
     try:
         ids = np.asarray(row)
     except ValueError as error:
-        raise InputError(f"dataset {spec}: a document's token ids are no flat list of numbers ({error}).") from error
+        raise InputError(f"dataset {spec}: a document's ids are no flat list of numbers ({reason(error)}).") from error
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(
             f"dataset {spec}: a document is {ids.dtype} {list(ids.shape)}; text or one list a document was expected."
@@ -193,16 +193,18 @@ def _library_rows(spec: str) -> Iterator[Any]:
     except StopIteration:  # the library's answer to a file with no row at all
         return
     except (DatasetNotFoundError, ConnectionError) as error:
-        raise MachineError(f"dataset {spec} is not in the cache and the hub was not reachable ({error}).") from error
+        raise MachineError(
+            f"dataset {spec} is no file and not in the cache, and the hub was not reachable or has none of that name."
+        ) from error
     except (OSError, ValueError, TypeError, EOFError) as error:
         if isinstance(error, OSError) and not local:
-            raise MachineError(f"dataset {spec} could not be fetched ({error}).") from error
-        raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
+            raise MachineError(f"dataset {spec} could not be fetched ({reason(error)}).") from error
+        raise InputError(f"dataset {spec} cannot be read ({reason(error)}).") from error
     except Exception as error:
         # Builders raise classes of their own (pyarrow, pandas, DatasetGenerationError) for a broken file.
         if not local:
             raise
-        raise InputError(f"dataset {spec} cannot be read ({type(error).__name__}: {error}).") from error
+        raise InputError(f"dataset {spec} cannot be read ({reason(error)}).") from error
 
 
 def _builder(path: Path) -> str:

@@ -14,6 +14,20 @@ class SmoeError(Exception):
         return text if len(text) <= MOST_CHARACTERS else f"{text[:middle]} [...] {text[-middle:]}"
 
 
+def reason(error: BaseException) -> str:
+    """What a library found wrong in a file, on one line and without Python's names for it."""
+    match error:
+        case UnicodeDecodeError():
+            return "it is not text in UTF-8"
+        case RecursionError():
+            return "it is nested too deep"
+        case KeyError():
+            return f"there is no {error}"
+        case OSError() if error.strerror:
+            return error.strerror
+    return str(error).strip().partition("\n")[0].rstrip(".") or "it is cut off or damaged"
+
+
 def _escaped(letter: str) -> str:
     return letter if letter == "\n" else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.unpacking import check_expansion
 
 MOST_ROWS = 1 << 24
@@ -26,7 +26,7 @@ def readable(path: Path) -> Iterator[None]:
     except MemoryError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} cannot be read as Parquet ({error}).") from error
+        raise InputError(f"{path} cannot be read as Parquet ({reason(error)}).") from error
 
 
 def open_parquet(path: Path, columns: Sequence[str] = ()) -> pq.ParquetFile:

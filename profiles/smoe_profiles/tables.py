@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from smoe_profiles.artefact import Artefact, open_artefact
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.parquet import read_parquet
 from smoe_profiles.tensors import Shape, check_arrays, encode_header, read_shard
 from smoe_profiles.trace import PHASES, ExpertIds, TraceLayer, read_layers, schema, to_numpy
@@ -118,7 +118,7 @@ def load_arrays(path: Path, expected: Mapping[str, Shape] | None = None) -> dict
     try:
         arrays: dict[str, npt.NDArray[Any]] = load(path.read_bytes())
     except (SafetensorError, KeyError, TypeError, ValueError) as error:  # a type that NumPy does not have
-        raise InputError(f"{path} cannot be read as arrays ({error}).") from error
+        raise InputError(f"{path} cannot be read as arrays ({reason(error)}).") from error
     return arrays
 
 

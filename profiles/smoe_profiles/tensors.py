@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,7 +78,7 @@ def read_shard(path: Path) -> Shard:
             raw = file.read(length)
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} has an unreadable safetensors header ({error}).") from error
+        raise InputError(f"{path} has an unreadable safetensors header ({reason(error)}).") from error
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
     except OSError as error:
@@ -215,7 +215,7 @@ def read_json(path: Path, *, own: bool = False) -> Any:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
-        raise InputError(f"{path} is not valid JSON ({error}).") from error
+        raise InputError(f"{path} is not valid JSON ({reason(error)}).") from error
 
 
 def unreadable(path: Path, error: OSError) -> Exception:
@@ -245,7 +245,7 @@ def read_json_lines(path: Path) -> list[Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON, one value a line ({error}).") from error
+        raise InputError(f"{path} is not valid JSON, one value a line ({reason(error)}).") from error
 
 
 def _parsed(text: str, path: Path, own: bool) -> Any:

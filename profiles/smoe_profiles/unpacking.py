@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 
 MOST_UNPACKED, MOST_RATIO = 1 << 28, 200
 """What unpacks to more bytes than this, and to more than so many times its size, is refused; routing packs 2 to 10."""
@@ -42,4 +42,4 @@ def check_stream(path: Path) -> None:
                 unpacked += piece
                 check_expansion(str(path), packed, unpacked)
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
-        raise InputError(f"{path} cannot be unpacked ({error}).") from error
+        raise InputError(f"{path} cannot be unpacked ({reason(error)}).") from error

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from smoe_cli.checkpoint.layouts import Layout, Role, claim_tensors, new_name, renumber, row_order
 from smoe_cli.checkpoint.settings import ExpertNames, named_experts, settings_files
+from smoe_profiles.artefact import standing_folder
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
 from smoe_profiles.models import Model, disk_names
 from smoe_profiles.tensors import CheckpointFiles, Shard, TensorInfo
@@ -142,7 +143,8 @@ def plan_rewrite(
                 f"{target} and the model's folder {files.folder} lie inside each other; use another -C."
             )
     rewrite = expected_rewrite(model, physical_to_logical)
-    needed, free = rewrite.files.nbytes * 1.01 + 1e6 - staged_bytes, shutil.disk_usage(target.parent).free
+    needed = rewrite.files.nbytes * 1.01 + 1e6 - staged_bytes
+    free = shutil.disk_usage(standing_folder(target)).free
     if free < needed:
         raise MachineError(
             f"the disk of {target.parent} is too full: {needed:,.0f} bytes are needed, {free:,} are free."

@@ -30,7 +30,7 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", help="Keep the JSON document here too.")] = None,
     hashes: HashesOption = False,
 ) -> None:
-    """Time every way of running a layer under a placement, on as many local ranks as it has."""
+    """Time every way of running a layer under a placement. On as many local ranks as it has."""
     from smoe_cli.benching import bench_placement
     from smoe_cli.folder import TABLES, TRACE, choose_placement
     from smoe_profiles.tables import open_tables

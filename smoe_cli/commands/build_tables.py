@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe_cli.console import Console
 from smoe_cli.options import Common, ForceOption, HashesOption, JobsOption, ModelOption, RayOption, SeedOption
 
 
@@ -27,7 +28,7 @@ def build_tables(
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Count a trace's routing: writes tables/, or tables-i-of-n/ with --shard."""
+    """Count a trace's routing: writes tables/. With --shard: tables-i-of-n/."""
     from pathlib import Path
 
     from smoe_cli.errors import UsageError
@@ -52,9 +53,22 @@ def build_tables(
         else:
             document = build_whole(traces, common.dir, model, min_count=min_count, **how)
     rows = sum(document["rows"].values())
+    if not share:
+        _warn_of_few_rows(console, document)
     part = f"shard {share.number} of {share.of} of " if share else ""
     console.result(
         document,
         lambda: console.line(f"{document['path']}: {part}{len(document['layers'])} MoE layers from {rows:,} rows"),
         common.next(*(("build-tables", "--merge") if share else ("cocluster", "--ep", "G"))),
     )
+
+
+def _warn_of_few_rows(console: Console, document: dict[str, Any]) -> None:
+    """Where a part has fewer rows than a layer has experts, chance decides what is counted of most of them."""
+    experts = max(layer["num_experts"] for layer in document["layers"])
+    few = [f"{rows:,} {part}" for part, rows in document["rows"].items() if rows < experts]
+    if few:
+        console.note(
+            f"warning: {' and '.join(few)} rows are fewer than the {experts} experts of a layer; what is placed by "
+            "them says little of other text. Record more."
+        )

@@ -95,7 +95,7 @@ def cocluster(
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Place experts on EP ranks so that tokens stay local: writes placement-epG/."""
+    """Place experts on EP ranks: writes placement-epG/. Those that tokens choose together are to lie together."""
     from smoe_cli.folder import TABLES, can_regroup, has_heldout_rows, placement_path
     from smoe_cli.hardware import find_cost, load_hardware, read_rank_cost
     from smoe_cli.placing.mixing import choose_mix

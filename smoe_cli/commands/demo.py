@@ -10,7 +10,7 @@ MODEL, EP, TOKENS = "tiny-deepseek", 8, 40_000
 
 
 def demo(common: Common) -> None:
-    """Run the whole path on the bundled tiny-deepseek, in the folder's demo/, and show what it gains."""
+    """Run the whole path on the bundled tiny-deepseek. In the folder's demo/; shows what it gains."""
     from smoe_cli.app import run
 
     steps = (

@@ -51,7 +51,7 @@ def evaluate(
     ] = None,
     hashes: HashesOption = False,
 ) -> None:
-    """Measure a placement on held-out tokens in six states: writes evaluation-epG/ (replacing an older one)."""
+    """Measure a placement on held-out rows, in six states. Writes evaluation-epG/ and replaces an older one."""
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.evaluation.measuring import measure_placement
     from smoe_cli.folder import TABLES, TRACE, applied, can_regroup, choose_placement

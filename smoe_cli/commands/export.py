@@ -20,7 +20,7 @@ def export(
     hashes: HashesOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write a placement as a serving engine's own file; nothing is copied and the model stays as it is."""
+    """Write a placement as a serving engine's own file. Nothing is copied and the model stays as it is."""
     from smoe_cli.engines.exporting import described_model, export_placement
     from smoe_cli.folder import choose_placement
 

@@ -64,7 +64,7 @@ def import_(
     ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Read an engine's records of routing or NumPy archives: writes trace/. Its placement: writes placement-epG/."""
+    """Read another program's records of routing: writes trace/. With --as placement an engine's: placement-epG/."""
     from smoe_cli.errors import UsageError
     from smoe_cli.folder import TRACE, step_after_trace
     from smoe_cli.importing import ImportPlan, import_trace, name_files

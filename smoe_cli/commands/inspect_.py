@@ -32,7 +32,7 @@ def inspect(
     ] = False,
     hashes: HashesOption = False,
 ) -> None:
-    """Look at an artefact (of a trace load, concentration, coverage, signs of sickness) or an engine's placement."""
+    """Look at an artefact or an engine's placement. Of a trace: load, concentration, coverage, signs of sickness."""
     from smoe_cli.engines.importing import inspect_engine_map
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.folder import TABLES, TRACE, step_after_trace

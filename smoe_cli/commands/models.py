@@ -4,7 +4,7 @@ from smoe_cli.options import Common
 
 
 def models(common: Common) -> None:
-    """List the bundled models and the short names of published ones."""
+    """List bundled models, and short names of published ones."""
     from smoe_cli.recording import describe_model
     from smoe_profiles.models import SHORT_NAMES, bundled_names, find_model
 

@@ -65,6 +65,7 @@ def profile(
     """Record which experts a model's tokens use: writes trace/."""
     from smoe_cli.folder import TRACE, step_after_trace
     from smoe_cli.recording import RecordingPlan, describe_run, name_sources, record_trace
+    from smoe_profiles.artefact import check_target
     from smoe_profiles.datasets import find_file
     from smoe_profiles.models import find_model
 
@@ -91,8 +92,9 @@ def profile(
         order=not no_order,
     )
     if dry_run:
-        document = describe_run(plan, target, force=force, console=common.console)
+        document = describe_run(plan, common.console)
         common.console.result(document, lambda: _show_model(common, document))
+        check_target(target, force=force)  # the plan is shown before the run itself would be refused
         return
     document = record_trace(plan, target, force=force, console=common.console)
     if not document:  # of several processes, one speaks
@@ -111,7 +113,11 @@ def _show(common: Common, document: dict[str, Any]) -> None:
 
 def _show_model(common: Common, document: dict[str, Any]) -> None:
     ids = document["moe_layers"]
-    shown = document | {"moe_layers": f"{len(ids)} ({ids[0]} to {ids[-1]})"}
+    shown = document | {
+        "moe_layers": f"{len(ids)} ({ids[0]} to {ids[-1]})",
+        "here": "yes" if document["here"] else "no",
+    }
+    shown["device"] = f"{document['device']} (--device or --device-map chooses)"
     for key, value in shown.items():
         if value is not None and not key.endswith("_bytes"):
             common.console.line(f"{key.replace('_', ' ')}: {value}")

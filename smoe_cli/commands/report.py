@@ -21,7 +21,7 @@ def report(
     ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Say whether placing is worth it, and show why, from whatever is in -C; --json prints the data instead."""
+    """Say whether placing is worth it, and show why. From whatever is in -C; --json prints the data instead."""
     from smoe_cli.report.document import describe
     from smoe_cli.report.gathering import gather
 

@@ -24,7 +24,7 @@ def verify(
     ] = None,
     hashes: HashesOption = False,
 ) -> None:
-    """Compare what regroup wrote with its source: every byte, then every layer's routing, the logits and the text."""
+    """Prove that what regroup wrote is the same model. Every byte, every layer's routing, the logits and the text."""
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.folder import choose_placement, has_heldout_rows
     from smoe_cli.verifying import verify_model

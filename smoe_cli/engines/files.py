@@ -10,7 +10,7 @@ import numpy as np
 from smoe_cli.engines import archive, ascend, eplb, sglang, trtllm
 from smoe_cli.engines.choices import Target
 from smoe_cli.engines.engine_map import EngineMap, ModelLayers
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.importers.files import ZIP_MAGIC, Archive, first_bytes, load_torch
 from smoe_profiles.tensors import read_json
 
@@ -42,7 +42,7 @@ def read_engine_map(path: Path) -> EngineMap:
     try:
         return _checked(form.parse(content))
     except SHAPE_ERRORS as error:
-        raise InputError(f"{path} cannot be read as a placement ({error}).") from error
+        raise InputError(f"{path} cannot be read as a placement ({reason(error)}).") from error
 
 
 def is_engine_map(path: Path) -> bool:
@@ -66,7 +66,7 @@ def _content(path: Path) -> Any:
                 {key: np.asarray(value) for key, value in content.items()} if isinstance(content, Mapping) else content
             )
         except SHAPE_ERRORS as error:  # of a type that NumPy does not have, or rows of several lengths
-            raise InputError(f"{path} holds no arrays of whole numbers ({error}).") from error
+            raise InputError(f"{path} holds no arrays of whole numbers ({reason(error)}).") from error
     return read_json(path)
 
 

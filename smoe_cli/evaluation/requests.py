@@ -19,7 +19,7 @@ import numpy.typing as npt
 from smoe_cli.evaluation.breakdown import CEILINGS, NONE, ORACLE, RowFacts, mean_tree, share
 from smoe_cli.evaluation.pricing import Pricing
 from smoe_profiles.artefact import file_hash
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.unpacking import OPENERS, check_stream
 from smoe_solvers.assignment import Int32Array, Int64Array
 from smoe_solvers.choices import Assignment, Predictor
@@ -125,7 +125,7 @@ def read_arrivals(path: Path) -> npt.NDArray[np.float64]:
             for number, line in enumerate(file, 1):
                 rows.extend(_arrival(line, f"{path}, line {number}"))
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as requests ({error}).") from error
+        raise InputError(f"{path} cannot be read as requests ({reason(error)}).") from error
     if not rows:
         raise InputError(f"{path} holds no request.")
     arrivals = np.array(rows).reshape(-1, 3)

@@ -36,7 +36,8 @@ def find_artefact(folder: Path, wanted: Path | None) -> Path:
     """The artefact meant: the working folder's trace, one of its artefacts by bare name, or any path."""
     if wanted is None:
         return folder / TRACE
-    return folder / wanted if wanted.name == str(wanted) and (folder / wanted).exists() else wanted
+    in_folder = wanted.name == str(wanted) and ((folder / wanted).exists() or not wanted.exists())
+    return folder / wanted if in_folder else wanted
 
 
 def inspect_artefact(path: Path, *, ep: int | None, hashes: bool, console: Console) -> dict[str, Any]:

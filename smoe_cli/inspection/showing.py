@@ -158,7 +158,8 @@ def show_summary(console: Console, document: dict[str, Any]) -> None:
     if facts:
         _say(console, f"parameters: {', '.join(facts)}")
     if document.get("token_ids"):
-        _say(console, "token ids: {seen:,} of {vocabulary:,} seen".format(**document["token_ids"]))
+        counted = "{seen:,} of {vocabulary:,} seen in the rows counted".format(**document["token_ids"])
+        _say(console, f"token ids: {counted} (fit and validation; held-out rows are left out)")
     if document.get("total"):
         from smoe_cli.commands.evaluate import show_states
 
@@ -172,7 +173,8 @@ def _show_layer_facts(console: Console, document: dict[str, Any]) -> None:
     layers = document["layers"]
     if document["kind"] == "tables":
         rows = [[name, _number(facts["load_imbalance"]), str(facts["unused"])] for name, facts in layers.items()]
-        console.table("experts by layer", ["layer", "load imbalance", "never used"], rows)
+        console.table("experts by layer", ["layer", "expert imbalance", "never used"], rows)
+        _say(console, "expert imbalance: load of the most used expert over the mean")
         return
     columns = {"moved": "moved", "origin": "found by", "objective": "objective", "validation_gain": "gain"}
     columns = {key: name for key, name in columns.items() if any(facts[key] is not None for facts in layers.values())}

@@ -37,10 +37,17 @@ def artefact_kind(path: Path) -> str:
             if isinstance(kind, str):
                 return kind
             raise InputError(f"{record} does not say what kind of artefact this is; it is not a smoe manifest.")
-    held = ", ".join(
-        sorted({child.relative_to(path).parts[0] for name in MANIFESTS for child in path.glob(f"*/{name}")})
-    )
+    if not path.exists():
+        beside = _held_in(path.parent)
+        raise InputError(f"{path} is missing{f'; {path.parent} holds {beside}' if beside else ''}.")
+    held = _held_in(path)
     raise InputError(f"{path} has no manifest.json; {f'name one of {held} in it' if held else 'it is no artefact'}.")
+
+
+def _held_in(folder: Path) -> str:
+    """The artefacts in a folder, by name."""
+    found = {record.relative_to(folder).parts[0] for name in MANIFESTS for record in folder.glob(f"*/{name}")}
+    return ", ".join(sorted(found))
 
 
 def describe(artefact: Artefact) -> dict[str, Any]:

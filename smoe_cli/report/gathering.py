@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smoe_cli.errors import UsageError
-from smoe_cli.folder import EVALUATION, PLACEMENT, TABLES, TRACE, applied, sibling
+from smoe_cli.folder import EVALUATION, PLACEMENT, TABLES, TRACE, applied, choose_placement, sibling
 from smoe_cli.options import DEFAULT_DIR
 from smoe_cli.placement import Placement, read_placement, read_runtime
 from smoe_profiles.artefact import Artefact, open_artefact
@@ -168,7 +168,7 @@ def _chosen_path(folder: Path, names: list[str], wanted: str | None) -> Path | N
     if wanted is not None:
         path = folder / wanted if Path(wanted).name == wanted else Path(wanted)
         if not any((one / "manifest.json").exists() for one in (path, sibling(path, EVALUATION))):
-            open_artefact(path, PLACEMENT)  # says what is wrong with it
+            choose_placement(folder, wanted)  # says what is wrong with it
         return path
     if len(names) > 1:
         raise UsageError(f"{folder} holds several placements; choose one with --placement: {', '.join(names)}.")

@@ -225,7 +225,15 @@ def test_experts_with_copies_are_a_map_and_never_a_checkpoint(work):
 def test_a_target_that_exists(work):
     smoe("regroup", "-q", cwd=work)
     refused(work, 4, "exists already")
-    refused(work, 4, "exists already", arguments=("--dry-run",))
+
+
+def test_a_dry_run_shows_its_plan_before_it_refuses_a_target_that_exists(work):
+    smoe("regroup", "-q", cwd=work)
+    before = file_bytes(work)
+    planned = smoe("regroup", "--model", "source", "--dry-run", cwd=work, code=4)
+    assert planned.out.startswith("would write smoe-out/checkpoint-ep4: checkpoint")
+    assert "exists already" in planned.err
+    assert file_bytes(work) == before
 
 
 @pytest.mark.parametrize("alias", ["inside", "dots", "link", "blobs"])

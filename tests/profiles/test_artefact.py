@@ -328,7 +328,7 @@ def test_a_set_aside_copy_never_covers_a_newer_target(tmp_path):
 
 
 def test_a_missing_artefact_is_called_missing(tmp_path):
-    with pytest.raises(InputError, match=r"trace is missing or has no manifest\.json"):
+    with pytest.raises(InputError, match=r"trace is missing; make it with smoe profile"):
         open_artefact(tmp_path / "trace", "trace")
 
 

@@ -1,5 +1,7 @@
 """From logits known before attention to scores, and how scores are mixed and calibrated, against loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -194,6 +196,12 @@ def test_every_predictor_scores_what_its_name_says(layer, context):
     parts = {Predictor.TOKEN: token, Predictor.MARKOV: markov, Predictor.EARLY_GATE: early, Predictor.LINEAR: linear}
     mixed = sum(weight * parts[part].astype(float) for part, weight in zip(FUSED, layer.fusion, strict=True))
     assert (found(Predictor.FUSED) == np.rint(np.clip(mixed, 0, 255))).all()
+
+
+def test_a_mix_in_which_no_part_has_a_weight_scores_every_rank_0(layer, context):
+    """As the fit leaves it where no part foretells anything of the few validation rows."""
+    mixed = score(replace(layer, fusion=(0.0, 0.0, 0.0, 0.0)), Predictor.FUSED, context, HOSTS, TOP_K)
+    assert mixed.tolist() == np.zeros((4, RANKS)).tolist()
 
 
 @pytest.mark.parametrize("predictor", [Predictor.EARLY_GATE, Predictor.LINEAR, Predictor.FUSED])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smoe_profiles.choices import ImportFormat
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.importers import exflow, npz, replay, replies, sglang, trtllm
 from smoe_profiles.importers.files import NPY_MAGIC, READ_ERRORS, ZIP_MAGIC, first_bytes, load_npy, load_torch
 from smoe_profiles.importers.records import ReadOptions, Records
@@ -61,9 +61,11 @@ def recognise(path: Path) -> ImportFormat:
         return ImportFormat.VLLM if vllm else ImportFormat.SGLANG
     if head.startswith(b"\x80"):
         return _pickled(path)
+    seen = head[:8].decode("latin-1").strip()
+    seen = f"the text {seen!r}" if seen.isascii() and seen.isprintable() else f"the bytes {head[:8].hex(' ')}"
     raise InputError(
-        f"{path} is no record of routing that smoe knows (it begins with {head[:8]!r}): .pt, .npy, .npz, .json, .jsonl "
-        "or a TensorRT-LLM folder."
+        f"{path} is no record of routing that smoe knows: it begins with {seen}; .pt, .npy, .npz, .json, .jsonl or a "
+        "TensorRT-LLM folder was expected."
     )
 
 
@@ -72,7 +74,7 @@ def _zipped(path: Path) -> ImportFormat:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except READ_ERRORS as error:
-        raise InputError(f"{path} begins like a .npz or .pt file, but cannot be read ({error}).") from error
+        raise InputError(f"{path} begins like a .npz or .pt file, but cannot be read ({reason(error)}).") from error
     return _pickled(path) if any(name.endswith("data.pkl") for name in names) else ImportFormat.NPZ
 
 

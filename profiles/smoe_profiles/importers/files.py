@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.unpacking import check_expansion
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -66,7 +66,7 @@ class Archive(Mapping[str, Array]):
             with zipfile.ZipFile(path) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
         except READ_ERRORS as error:
-            raise InputError(f"{path} is not a readable .npz file ({error}).") from error
+            raise InputError(f"{path} is not a readable .npz file ({reason(error)}).") from error
         if len(set(names)) != len(names):
             raise InputError(f"{path} holds an array twice; it is no plain NumPy archive.")
         self._names = names
@@ -80,7 +80,7 @@ class Archive(Mapping[str, Array]):
                 check_expansion(f"{self.path}, array {key}", member.compress_size, member.file_size)
                 return read_npy(file, member.file_size, f"{self.path}, array {key}")
         except READ_ERRORS as error:
-            raise InputError(f"{self.path}: array {key} cannot be read ({error}).") from error
+            raise InputError(f"{self.path}: array {key} cannot be read ({reason(error)}).") from error
 
     def __iter__(self) -> Any:
         return iter(self._names)
@@ -122,7 +122,7 @@ def read_npy(file: IO[bytes], size: int, where: str) -> Array:
             raise InputError(f"{where} ends after {len(data)} of {left} bytes; the file is cut short.")
         return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
     except READ_ERRORS as error:
-        raise InputError(f"{where} is no readable .npy array ({error}).") from error
+        raise InputError(f"{where} is no readable .npy array ({reason(error)}).") from error
 
 
 def load_npy(path: Path) -> Array:
@@ -148,7 +148,7 @@ def load_json(path: Path) -> list[Any]:
                 raise
             return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path} is not valid JSON ({error}).") from error
+        raise InputError(f"{path} is not valid JSON ({reason(error)}).") from error
 
 
 def load_torch(path: Path) -> Any:
@@ -163,8 +163,7 @@ def load_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, weights_only=True, map_location="cpu")
     except _UNPICKLING_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path} is not a readable .pt file of tensors ({reason}).") from error
+        raise InputError(f"{path} is not a readable .pt file of tensors ({reason(error)}).") from error
 
 
 def _check_sums(path: Path) -> None:
@@ -185,7 +184,7 @@ def tensor(value: Any, where: str, ndim: int | None = None) -> Array:
     try:
         array: Array = value.detach().numpy()
     except (TypeError, RuntimeError) as error:
-        raise InputError(f"{where} is a tensor of {value.dtype} that cannot be read ({error}).") from error
+        raise InputError(f"{where} is a tensor of {value.dtype} that cannot be read ({reason(error)}).") from error
     return whole_numbers(array, where, ndim)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_profiles.errors import InputError
+from smoe_profiles.errors import InputError, reason
 from smoe_profiles.importers.files import (
     NPY_MAGIC,
     Array,
@@ -189,7 +189,7 @@ def _decoded(reply: Reply, model: Model | None) -> Array:
     try:
         data = base64.b64decode(reply.routed, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"{reply.where} has {KEY} that is no base64 ({error}).") from error
+        raise InputError(f"{reply.where} has {KEY} that is no base64 ({reason(error)}).") from error
     if data.startswith(NPY_MAGIC):
         return whole_numbers(npy_from_bytes(data, reply.where), reply.where, 3)
     model = require_model(model, reply.where)
