@@ -38,6 +38,9 @@ ELEMENT_BYTES = 2
 LAYER_CALLS = 2
 """Whole layers between two readings; they are long enough."""
 
+SWITCHES = ("NCCL_", "TORCH_SYMM_MEM_")
+"""How names of environment variables begin that change how ranks reach each other."""
+
 HEAD = 128
 """Elements of a head of the attention that stands before a layer to see what a plan costs beside it."""
 
@@ -295,7 +298,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_SYMM_MEM_"))
+        },
     }
 
 

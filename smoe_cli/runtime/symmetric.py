@@ -9,6 +9,7 @@ others may overwrite as soon as this rank has taken part in the next operation o
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,7 +153,7 @@ class SymmetricExchange:
         return self.all_gather(self.reduce_scatter(partial, plan)[0], plan)[0]
 
     @contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph, pool: torch.cuda._POOL_HANDLE | None = None) -> Iterator[None]:
+    def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         """Capture what is done inside. All ranks enter together; the graph begins and ends with a fence, so that it may
         be replayed before and after anything, as long as all ranks replay the same. pool: as `torch.cuda.graph`'s."""
         meet(self.group, self.device)

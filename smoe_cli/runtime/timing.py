@@ -1,22 +1,22 @@
 """Timing collective work: in turns, medians of repeats, and of the ranks the slowest.
 
 Every rank must time the same work in the same order: what is timed exchanges data. Works that are to be compared are
-timed in turns, so that what a machine does over seconds falls on all of them alike.
+timed in turns, each turn in another order, so that what a machine does over seconds falls on all of them alike.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from random import Random
 from statistics import median
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 WARM_UP = 3
-Pool = torch.cuda._POOL_HANDLE
-Capture = Callable[[torch.cuda.CUDAGraph, Pool | None], AbstractContextManager[None]]
+Capture = Callable[[torch.cuda.CUDAGraph, Any], AbstractContextManager[None]]
 """Captures what is done inside into a graph, together with the other ranks, its memory from a pool."""
 
 Name = TypeVar("Name", bound=Hashable)
@@ -38,7 +38,7 @@ class Clock:
 
     device: torch.device
     repeats: int = 7
-    pool: Pool | None = None
+    pool: Any = None
 
     def pooled(self) -> "Clock":
         """This clock for works that are timed and dropped together."""
@@ -65,9 +65,11 @@ class Clock:
     def seconds(self, works: Mapping[Name, Work]) -> dict[Name, float]:
         """Seconds of one call of each, timed in turns."""
         taken: dict[Name, list[float]] = {name: [] for name in works}
+        order = list(works)
         for turn in range(self.repeats + 1):
-            for name, work in works.items():
-                found = self._once(work)
+            Random(turn).shuffle(order)  # alike on all ranks; heavy work slows down what comes after it
+            for name in order:
+                found = self._once(works[name])
                 if turn:  # the first turn warms up
                     taken[name].append(found)
         medians = torch.tensor([median(each) for each in taken.values()], dtype=torch.float64, device=self.device)

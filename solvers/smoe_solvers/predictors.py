@@ -122,7 +122,7 @@ def score(
                 for part, weight in zip(FUSED, layer.fusion, strict=True)
                 if weight
             ]
-            parts.append(np.zeros((len(context.token_id), hosts.shape[1])))  # no part may have a weight
+            parts.append(np.zeros((len(context.token_id), hosts.shape[1])))  # perhaps no part has a weight
             mixed: UInt8Array = np.rint(np.clip(np.sum(parts, axis=0), 0, SCORE_MAX)).astype(np.uint8)
             return mixed
     return quantise(by_rank(inclusion(logits, top_k, temperature), hosts), top_k)

@@ -3,8 +3,8 @@
     export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_GRAPH_REGISTER=0 PYTHONPATH=.:profiles:solvers
     torchrun --nproc-per-node 2 tests/bench/kernels_gpu.py --out kernels.json
 
-A minute and a half. Medians of graph replays, of the ranks the slowest, barrier included; NCCL's dispatch alone runs
-eagerly, because the host must know how many rows go where. GB/s are bytes a direction through a rank.
+A minute. Medians of graph replays, of the ranks the slowest; our kernels include their barrier, the copy engine has
+none; NCCL's dispatch alone runs eagerly, because the host must know how many rows go where.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def summing_works(exchange, inputs):
 
 
 def check_sums(exchange, works, inputs):
-    """Raises AssertionError unless rows are the reference's to the bit."""
+    """Raises AssertionError unless SRS and SAG give the reference's rows to the bit; all kernels: tests/gpu."""
     wanted, _ = reference.reduce_scatter(inputs.partials, inputs.plan)
     assert torch.equal(works["reduce_scatter"]()[0], wanted[exchange.rank])
     assert torch.equal(works["all_gather"]()[0], reference.all_gather(inputs.homes, inputs.plan))
@@ -179,7 +179,7 @@ def time_routed(clock, exchange, tokens, share):
 def line(one):
     """A size in words."""
     share = f" q {one['share']}" if "share" in one else ""
-    found = ", ".join(f"{name} {us * 1e6:.1f}" for name, us in one["seconds"].items())
+    found = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in one["seconds"].items())
     return f"H {one['hidden']} T {one['tokens']}{share}, {one['bytes'] / MIB:.2f} MiB: {found} us"
 
 

@@ -20,8 +20,8 @@ from smoe_cli.runtime.timing import Clock
 
 ROUTED = ("dispatch", "combine")
 BLOCKS, WARPS, ELEMENTS, STEPS = (64, 128, 256, 512), (4, 8, 16), (4096, 8192, 16384), (1, 64 << 10)
-RESIDENT = 132 * 32
-"""Most blocks times warps; more would not run at once and wait for each other."""
+MOST_WARPS = 132 * 32
+"""Of all blocks that are tried: half of what an H200's multiprocessors hold."""
 
 
 def forms(operation, total):
@@ -30,38 +30,47 @@ def forms(operation, total):
         found = product((16, 32, 64), WARPS, (4096,), (True,), (1,), (False, True))
     else:
         found = product(BLOCKS, WARPS, ELEMENTS, (False,), STEPS, (False, True))
-    splits = operation not in ("dispatch", "all_gather")
-    steps = splits
+    in_steps = operation not in ("dispatch", "all_gather")
     return [
         Form(blocks, warps, elements, whole, step, split)
         for blocks, warps, elements, whole, step, split in found
-        if blocks * warps * (1 + split) <= RESIDENT
+        if blocks * warps * (1 + split) <= MOST_WARPS
         and (whole or blocks * warps >= 512)
         and elements <= warps * 1024
-        and (splits or not split)
-        and (steps or step == 1)
+        and (in_steps or not split)
+        and (in_steps or step == 1)
     ]
 
 
 def compare(clock, exchange, operation, tokens, share):
-    """Seconds by launch, and which is the shipped one. share: of rows that need the other ranks."""
+    """Seconds by launch, and which is the shipped one. share: of rows that need the other ranks.
+
+    Raises AssertionError where a launch gives other rows than the shipped one.
+    """
     if operation in ROUTED:
-        works = routed_works(exchange, *routed_rows(exchange, tokens, share))
+        work = routed_works(exchange, *routed_rows(exchange, tokens, share))[operation]
     else:
-        works = summing_works(exchange, summed(exchange, tokens))
+        work = summing_works(exchange, summed(exchange, tokens))[operation]
     own, hidden = tokens // exchange.num_ranks, exchange.sizes.hidden
+    total = tokens * hidden * 2
     shipped = launch_for(operation, own, exchange.num_ranks, hidden, 2)
-    launches = dict.fromkeys(
-        [shipped, *(fitted(form, own, hidden, 2) for form in forms(operation, tokens * hidden * 2))]
-    )
-    clock, prepared = clock.pooled(), {}
-    calls = 200 if tokens * hidden * 2 <= MEDIUM else 40
-    for launch in launches:
-        exchange._launch = lambda *_, launch=launch: launch
-        prepared[launch] = clock.prepare(works[operation], calls, exchange.capture)
+    wanted, clock, prepared = rows_of(work()).clone(), clock.pooled(), {}
+    try:
+        for launch in dict.fromkeys([shipped, *(fitted(form, own, hidden, 2) for form in forms(operation, total))]):
+            exchange._launch = lambda *_, launch=launch: launch
+            if operation != "dispatch":  # places of rows that are not needed hold anything
+                assert torch.equal(rows_of(work()), wanted), launch
+            prepared[launch] = clock.prepare(work, 200 if total <= MEDIUM else 40, exchange.capture)
+    finally:
+        del exchange._launch
     seconds = clock.seconds(prepared)
     exchange.check()
     return seconds, shipped
+
+
+def rows_of(found):
+    """The rows that an operation gives: all of it, its first part, or what was received."""
+    return getattr(found, "rows", found[0] if isinstance(found, tuple) else found)
 
 
 def main():

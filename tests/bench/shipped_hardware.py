@@ -12,7 +12,10 @@ import argparse
 import json
 import re
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean
+
+import numpy as np
+from scipy.stats import linregress
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 FLOPS = 5.4e14
@@ -87,7 +90,9 @@ def model():
 
 
 def predicted_over_measured(name, file):
-    """Of the exchanges of every case that ran with our kernels or collectives: (workload, T) -> shares."""
+    """Of the exchanges of every case that ran with our kernels or collectives: (workload, T) -> shares. Those of
+    replicated experts are left out: the model is made of their all-reduce.
+    """
     from smoe_cli.hardware import load_hardware
     from smoe_solvers.layer_time import Stage
 
@@ -95,31 +100,33 @@ def predicted_over_measured(name, file):
     for workload, measured in read(file)["workloads"].items():
         row = measured["shape"]["hidden"] * 2
         for one in measured["results"]:
-            if not one["library"]:
-                stage_of = {stage: Stage(stage.removesuffix(" experts")) for stage in one["rows"]}
-                predicted = sum(float(curves[stage_of[stage]](rows * row)) for stage, rows in one["rows"].items())
+            if not one["library"] and one["mode"] != "replicated":
+                predicted = sum(float(curves[Stage(stage)](rows * row)) for stage, rows in one["rows"].items())
                 found.setdefault((workload, one["tokens"]), []).append(predicted / one["total"])
     return found
 
 
-LEAST_TOKENS = 1024
-"""With fewer the time of a layer says nothing of a few activations more."""
+LEAST_TOKENS, LEAST_SPREAD = 1024, 1.05
+"""Below, a layer's time says nothing of a few activations more."""
 
 
 def load_prices(file):
-    """What an activation more on the busiest rank costs a layer: (workload, T) -> (seconds by a line through the cases,
-    seconds predicted, highest load over lowest). Exchanges are taken off first.
+    """What an activation more on the busiest rank costs a layer, as a share of what is predicted: (workload, T) -> the
+    share by a line through the cases that spread their tokens, its standard error, highest load over lowest. Exchanges
+    are taken off first.
     """
     found = {}
     for name, measured in read(file)["workloads"].items():
         shape = measured["shape"]
         predicted = 6 * shape["hidden"] * shape["width"] / FLOPS
-        cases = [one for one in measured["results"] if "layer" in one and one["mode"] != "replicated"]
+        cases = [one for one in measured["results"] if "layer" in one and one["mode"] in ("sp-ep", "speculative")]
         for tokens in sorted({one["tokens"] for one in cases if one["tokens"] >= LEAST_TOKENS}):
             mine = [one for one in cases if one["tokens"] == tokens]
-            loads = [one["busiest_load"] for one in mine]
-            line = linear_regression(loads, [one["layer"] - one["total"] for one in mine])
-            found[name, tokens] = line.slope, predicted, max(loads) / min(loads)
+            loads = np.array([one["busiest_load"] for one in mine], float)
+            spread = loads.max() / loads.min()
+            if spread >= LEAST_SPREAD:
+                line = linregress(loads, [one["layer"] - one["total"] for one in mine])
+                found[name, tokens] = line.slope / predicted, line.stderr / predicted, spread
     return found
 
 
@@ -136,10 +143,10 @@ def main():
                 spread = f"{min(shares):.2f} to {max(shares):.2f}"
                 print(f"{name} {workload} T {tokens}: predicted over measured {fmean(shares):.2f}, {spread}")
     for file in MEASURED["nvlink-h200"]:
-        for (workload, tokens), (slope, predicted, spread) in load_prices(f"bench-2xh200-{file}.json").items():
+        for (workload, tokens), (share, error, spread) in load_prices(f"bench-2xh200-{file}.json").items():
             print(
-                f"{workload} T {tokens}: an activation more on the busiest rank costs {slope * 1e6:.3f} us, "
-                f"{slope / predicted:.2f} of what is predicted; loads differ {spread:.2f} times"
+                f"{workload} T {tokens}: an activation more on the busiest rank costs {share:.2f} ± {2 * error:.2f} of "
+                f"what is predicted (two standard errors); loads differ {spread:.2f} times"
             )
 
 
