@@ -24,7 +24,7 @@ from smoe_cli.placement import layer_predictors, read_placement, read_runtime
 from smoe_cli.runtime.replay import default_cases
 from smoe_cli.runtime.workload import CONTIGUOUS, PLACED, Shape, Workload
 from smoe_profiles.artefact import Artefact
-from smoe_profiles.errors import InputError, MachineError, SmoeError
+from smoe_profiles.errors import ImpossibleError, InputError, MachineError, SmoeError
 from smoe_profiles.models import find_model
 from smoe_profiles.tables import Tables
 from smoe_profiles.trace import Trace, TraceLayer
@@ -126,12 +126,19 @@ def bench_placement(
 ) -> dict[str, Any]:
     """Replay a placement's held-out routing on one process a rank. Returns the bench's document.
 
-    sizes: hidden and expert width, None for the model's own. Raises UsageError for sizes that cannot be, MachineError
-    where there are fewer GPUs than ranks or the processes fail.
+    sizes: hidden and expert width, None for the model's own. Raises UsageError for sizes that cannot be,
+    ImpossibleError for a placement with copies or unequal ranks, MachineError where there are fewer GPUs than ranks or
+    the processes fail.
     """
     if not re.fullmatch(r"[1-9]\d{0,7}(,[1-9]\d{0,7})*", tokens):
         raise UsageError(f"--tokens {tokens!r} is no list of batch sizes; give numbers such as 64,1024.")
-    ranks, devices = read_placement(chosen).num_ranks, torch.cuda.device_count()
+    placement = read_placement(chosen)
+    if placement.physical_to_logical.shape[1] != placement.num_experts or placement.num_experts % placement.num_ranks:
+        raise ImpossibleError(
+            f"{chosen.path.name} has copies of experts, or ranks with unequally many; smoe bench replays placements in "
+            "which every rank has as many experts and each is there once."
+        )
+    ranks, devices = placement.num_ranks, torch.cuda.device_count()
     if not cpu and devices < ranks:
         raise MachineError(f"{chosen.path.name} has {ranks} ranks, this machine {devices} GPUs; --cpu runs without.")
     hidden, width = (given or own for given, own in zip(sizes, _model_sizes(trace, sizes), strict=True))
@@ -156,14 +163,20 @@ def bench_placement(
                 advance(" over " not in line)
             process.wait()
             errors.seek(0)
-            said = errors.read().strip().splitlines() or ["no message"]
+            said = errors.read()
         if process.returncode or not result.exists():
-            raise MachineError(f"the {ranks} processes of the bench failed: {said[-1]}")
+            raise MachineError(f"the {ranks} processes of the bench failed: {_first_error(said)}")
         text = result.read_text(encoding="utf-8")
     if out is not None:
         out.write_text(text, encoding="utf-8")
     document: dict[str, Any] = json.loads(text)
     return document
+
+
+def _first_error(said: str) -> str:
+    """The exception that the first process ended with; torchrun writes a page about all of them below it."""
+    found = [line for line in said.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (found or said.split("\n", 1))[0] or "no message"
 
 
 def _model_sizes(trace: Trace, wanted: tuple[int | None, int | None]) -> tuple[int, int]:

@@ -86,6 +86,8 @@ def load_hardware(name: str) -> Hardware:
 def _parse(document: Any, where: str) -> Hardware:
     if isinstance(document, dict) and "workloads" in document:  # of smoe bench
         document = document.get("hardware")
+        if document is None:
+            raise InputError(f"{where} is of smoe bench --cpu, which measures no hardware; run it on GPUs.")
     found = document.get("format") if isinstance(document, dict) else None
     version = document.get("format_version") if found == FORMAT else None
     if version != FORMAT_VERSION:

@@ -51,6 +51,8 @@ def read_documents(spec: str, source: str, tokenize: Tokenize, vocab_size: int) 
     else:
         rows = _library_rows(spec)
     for row in rows:
+        if isinstance(row, str) and not row:  # no text at all, which a tokenizer may still open with a token
+            continue
         ids = _token_ids(tokenize(row) if _is_prose(row) else row, spec)
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             bad = ids.max() if ids.min() >= 0 else ids.min()
@@ -253,6 +255,10 @@ def _content(row: dict[str, Any], spec: str) -> Any:
     if row.get("conversations") is not None:  # ShareGPT's own names
         turns = row["conversations"]
         return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    if any(key in row for key in ("input_ids", "text", "messages", "conversations")):
+        raise InputError(
+            f"dataset {spec} has a row without text; all rows need `text` or `input_ids`."
+        )
     raise InputError(f"dataset {spec} has fields {', '.join(map(str, row))}; `text` or `input_ids` was expected.")
 
 

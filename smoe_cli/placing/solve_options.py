@@ -55,6 +55,34 @@ class SolveOptions:
         return Links.of_nodes(self.ep, self.nodes) if self.nodes > 1 else None
 
 
+KEPT = {
+    "goal": "blend",
+    "effort": "default",
+    "redundant": 0,
+    "nodes": 1,
+    "mode": "speculative",
+    "theta": 0.1,
+    "mu": 0.25,
+    "hardware": "nvlink-h200",
+}
+"""Options that a command which follows a placement keeps, and their defaults."""
+
+MACHINE = ("mode", "hardware")
+"""Those of them that smoe evaluate takes: what layer times are predicted for."""
+
+
+def options_given(made: Mapping[str, Any], names: Iterable[str] = KEPT) -> list[str]:
+    """Options that a placement was made with, as a command line says them where they are not the defaults.
+
+    made: its manifest's parameters, or the SolveOptions as a dict; what is missing counts as the default. Its mix is
+    told among all of KEPT.
+    """
+    options = {name: made.get(name, KEPT[name]) for name in names}
+    words = [word for name, value in options.items() if value != KEPT[name] for word in (f"--{name}", str(value))]
+    shares = (made.get("mix") or []) if "goal" in options else []
+    return words + [word for source, share in shares for word in ("--mix", f"{source}={share}")]
+
+
 def check_options(options: SolveOptions, *, compare: bool) -> None:
     """Refuse what does not go together. Raises UsageError."""
     if options.rank_cost is not None and options.nodes > 1:
@@ -104,9 +132,9 @@ def check_ep(
         listed = ", ".join(map(str, valid))
         slots = ep * (experts // ep + 1)
         more = f"; or --redundant 1 for {slots} slots, or --uneven" if 1 < ep < experts else ""
+        wrong = "one rank leaves nothing to place" if ep == 1 else f"cannot be shared equally by {ep} ranks"
         raise ImpossibleError(
-            f"{experts} experts (layer {layers[0]['id']}) cannot be shared equally by {ep} ranks. "
-            f"Valid --ep: {listed}{more}."
+            f"{experts} experts (layer {layers[0]['id']}){':' if ep == 1 else ''} {wrong}. Valid --ep: {listed}{more}."
         )
     groups = layers[0].get("num_groups", 1)
     if not whole_groups:

@@ -103,6 +103,12 @@ def test_a_file_that_lacks_something_is_refused_by_name(model_file, changes, say
     assert str(path) in str(error.value)
 
 
+def test_a_bench_on_the_cpu_is_told_to_have_measured_nothing(tmp_path):
+    (tmp_path / "bench.json").write_text('{"workloads": {}}')
+    with pytest.raises(InputError, match="measures no hardware; run it on GPUs"):
+        load_hardware(str(tmp_path / "bench.json"))
+
+
 @pytest.mark.parametrize(
     "points",
     [None, [], [[1, 2, 3]], [[1, "2"]], [[1, -1e-6]], [[0, 1e-6]], [[True, 1.0]], {"1": 2}, [[1, float("inf")]]],

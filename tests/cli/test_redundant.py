@@ -265,3 +265,10 @@ def test_what_extra_slots_cannot_do_is_refused_before_any_work(options, code, na
     refused = smoe("cocluster", *options, "--name", "refused", "-C", folder, cwd=folder, code=code)
     assert named in refused.err
     assert not list(folder.glob("placement-*refused"))
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_bench_of_copies_or_unequal_ranks_is_refused_before_its_processes_fail(name, folder):
+    said = smoe("bench", "--placement", name, "--cpu", "--tokens", "64", "-C", folder, cwd=folder, code=4).err
+    assert f"{name} has copies of experts, or ranks with unequally many" in said

@@ -199,7 +199,7 @@ def test_tables_of_another_model_leave_with_3(work):
     ("options", "code", "named"),
     [
         (["--ep", "3"], 4, "2, 4, 8"),
-        (["--ep", "1"], 4, "2, 4, 8"),
+        (["--ep", "1"], 4, "one rank leaves nothing to place. Valid --ep: 2, 4, 8"),
         (["--ep", "4", "--groups", "whole", "--name", "w"], 4, "whole"),
     ],
 )

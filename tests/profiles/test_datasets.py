@@ -58,6 +58,18 @@ def test_json_lines_give_a_document_a_line_and_leave_empty_ones_out(name, pack, 
     assert read(tmp_path / name) == ids("one", "three, ü")
 
 
+def test_a_text_of_nothing_is_no_document_though_its_tokenizer_opens_with_a_token(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines({"text": ""}, {"text": "a"}))
+    found = read_documents(str(tmp_path / "a.jsonl"), "mine", lambda text: [1, *text.encode()], VOCAB)
+    assert [item.token_ids.tolist() for item in found] == [[1, 97]]
+
+
+def test_a_row_without_text_among_others_is_not_told_that_it_has_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines({"text": "a"}, {"txt": "x"}))
+    with pytest.raises(InputError, match="has a row without text"):
+        read(tmp_path / "a.jsonl")
+
+
 def test_ids_are_taken_as_they_are_and_preferred_to_text(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines({"input_ids": [5, 0, 255], "text": "x"}, {"input_ids": [7], "text": "y"}))
     assert read(tmp_path / "a.jsonl") == [([5, 0, 255], "mine"), ([7], "mine")]
@@ -128,7 +140,7 @@ def test_an_empty_array_gives_no_document(tmp_path):
     ("row", "named"),
     [
         ({"content": "x"}, "fields content"),
-        ({"text": None, "title": "x"}, "fields text, title"),
+        ({"text": None, "title": "x"}, "row without text"),
         ({"input_ids": [1, 256]}, "token id 256; the model's vocabulary has 256"),
         ({"input_ids": [1, -1]}, "token id -1"),
         ({"input_ids": [[1, 2], [3, 4]]}, "one list a document"),
