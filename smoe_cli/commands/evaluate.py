@@ -149,14 +149,15 @@ def show_tokens(console: Console, document: dict[str, Any]) -> None:
 
 def show_requests(console: Console, document: dict[str, Any]) -> None:
     """The states of attention-DP: each rank holds its own requests' rows."""
-    requests = document["context"]["requests"]
+    context = document["context"]
+    requests = context["requests"]
     title = (
         f"{requests['count']:,} requests ({requests['from']}) of {requests['rows']:,} rows, "
-        f"EP {document['context']['ranks']}, one a rank in each round"
+        f"EP {context['ranks']}, one a rank in each round; times of batches of {context['batch']}"
     )
     total = document["dp-ep"]["total"]
     balancer = document["load_balancer"][Mode.DP_EP]["total"]
-    _show_table(console, title, total, balancer, document["context"]["hardware"], Mode.DP_EP)
+    _show_table(console, title, total, balancer, context["hardware"], Mode.DP_EP)
     at_once = {
         router: total[state][router]["exact"]["lar"]
         for state, router in (("placed+shuffled", "token"), ("oracle", "oracle"))
