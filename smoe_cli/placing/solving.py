@@ -31,6 +31,7 @@ from smoe_cli.placing.solve_options import SolveOptions
 from smoe_cli.placing.validation import validation_facts
 from smoe_profiles.artefact import publish
 from smoe_profiles.errors import ImpossibleError, InputError, MachineError
+from smoe_profiles.table_rows import BLOCK_ROWS
 from smoe_profiles.tables import Counts, Samples, Tables
 from smoe_profiles.trace import UNKNOWN_TOKEN, TraceLayer
 from smoe_profiles.workers import Workers
@@ -48,7 +49,7 @@ from smoe_solvers.problem import Problem, build_problem, contract, group_mask, r
 from smoe_solvers.redundancy import single_hosts
 from smoe_solvers.solve import Confirmation, Solved, confirm, solve, validation_gains
 from smoe_solvers.stability import moved, settle
-from smoe_solvers.timed import Rows, Timing, time_objective
+from smoe_solvers.timed import Rows, Timing
 
 PSEUDO = 4.0
 """Rows of popularity a token id starts with while solving; what is served is chosen on validation rows."""
@@ -285,17 +286,17 @@ def _with_copies(
 
 
 def _validation_timing(data: LayerInput, options: SolveOptions, cost: LayerCost) -> Timing:
-    """The validation rows as they run, a shuffle following true routing."""
+    """The validation rows as they run, a shuffle following true routing; short blocks are priced as whole ones."""
     rows = data.validation
     problem = build_problem(options.goal, options.ep, rows.experts, rows.block_start, data.popularity[1])
-    return Timing(Rows.of_problem(problem, rows.experts, rows.block_start), cost)
+    return Timing(Rows.of_problem(problem, rows.experts, rows.block_start), cost, BLOCK_ROWS)
 
 
 def _microseconds(timing: Timing, placement: npt.NDArray[np.int32]) -> dict[str, float]:
     """Mean predicted time of contiguous experts and of the placement."""
     contiguous = contiguous_placement((0,), len(placement), timing.cost.num_ranks).expert_to_rank[0]
     found = {"contiguous": contiguous, "placed": placement}
-    return {name: time_objective(timing.rows, where, timing.cost) for name, where in found.items()}
+    return {name: float(timing.microseconds(where).mean()) for name, where in found.items()}
 
 
 def _table_rows(data: LayerInput) -> dict[str, npt.NDArray[Any]]:

@@ -79,9 +79,16 @@ class Traffic:
     one rank.
     """
 
-    rows: Int64Array
-    busiest_rows: Int64Array
-    busiest_load: Int64Array
+    rows: npt.NDArray[np.number]
+    busiest_rows: npt.NDArray[np.number]
+    busiest_load: npt.NDArray[np.number]
+
+    def scaled(self, rows: int) -> "Traffic":
+        """The same batches as if each had so many rows, all in proportion: a short one is priced without what a launch
+        costs whatever it moves, and with the unevenness of few rows.
+        """
+        share = rows / self.rows
+        return Traffic(self.rows * share, self.busiest_rows * share, self.busiest_load * share)
 
 
 @dataclass(frozen=True)

@@ -123,17 +123,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Timing:
-    """What goal time is judged by: rows, and the cost of running them."""
+    """What goal time is judged by: rows, and the cost of running them. batch: rows that each block is priced as, None:
+    its own."""
 
     rows: Rows
     cost: LayerCost
+    batch: int | None = None
+
+    def microseconds(self, expert_to_rank: npt.NDArray[np.integer]) -> FloatArray:
+        """Predicted time of each block under a placement, [B]."""
+        return predicted_times(self.rows, expert_to_rank, self.cost, self.batch) / MICROSECOND
 
     def gains(self, expert_to_rank: npt.NDArray[np.integer]) -> FloatArray:
         """What a placement saves over contiguous on each block, [B], in microseconds."""
         ranks = self.cost.num_ranks
         contiguous = np.repeat(np.arange(ranks, dtype=np.int32), rank_capacity(len(expert_to_rank), ranks))
-        before = predicted_times(self.rows, contiguous, self.cost)
-        return (before - predicted_times(self.rows, expert_to_rank, self.cost)) / MICROSECOND
+        return self.microseconds(contiguous) - self.microseconds(expert_to_rank)
 
 
 @njit(cache=True)
@@ -173,11 +178,14 @@ def rank_counts(rows: Rows, expert_to_rank: npt.NDArray[np.integer], num_ranks: 
     return counts
 
 
-def predicted_times(rows: Rows, expert_to_rank: npt.NDArray[np.integer], cost: LayerCost) -> FloatArray:
-    """Seconds a layer takes for each block under a placement, [B]."""
+def predicted_times(
+    rows: Rows, expert_to_rank: npt.NDArray[np.integer], cost: LayerCost, batch: int | None = None
+) -> FloatArray:
+    """Seconds a layer takes for each block under a placement, [B]. batch: rows to price each as, None: its own."""
     counts = rank_counts(rows, expert_to_rank, cost.num_ranks)
     home = homes(rows, expert_to_rank, cost.mode, cost.num_ranks)
-    return cost.seconds(count_traffic(counts, home, rows.block_start))
+    traffic = count_traffic(counts, home, rows.block_start)
+    return cost.seconds(traffic if batch is None else traffic.scaled(batch))
 
 
 def time_objective(rows: Rows, expert_to_rank: npt.NDArray[np.integer], cost: LayerCost) -> float:

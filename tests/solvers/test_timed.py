@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_solvers.choices import Effort, Goal, Method, Mode
-from smoe_solvers.layer_time import Curve, LayerCost, Stage
+from smoe_solvers.layer_time import Curve, LayerCost, Stage, count_traffic
 from smoe_solvers.problem import build_problem, contract
 from smoe_solvers.solve import solve
 from smoe_solvers.timed import (
@@ -19,6 +19,7 @@ from smoe_solvers.timed import (
     homes,
     other_goals,
     predicted_times,
+    rank_counts,
     reweighted,
     solve_time,
     time_objective,
@@ -217,6 +218,18 @@ def test_edges_one_row_one_rank_one_expert_a_rank_work(data):
     for mode in MODES:
         found = solve_time(problem, Timing(rows, cost(mode, ranks)), Effort.FAST, np.random.default_rng(0))
         assert sorted(np.bincount(found.placement, minlength=ranks).tolist()) == [EXPERTS // ranks] * ranks
+
+
+def test_short_blocks_are_priced_as_batches_in_proportion():
+    _, rows = rows_of(clustered_rows(np.random.default_rng(0), 40, EXPERTS, 2, RANKS))
+    placement = np.array([3, 0, 1, 2, 3, 0, 1, 2], np.int32)
+    home, counts = homes(rows, placement, Mode.DP_EP, RANKS), rank_counts(rows, placement, RANKS)
+    traffic = count_traffic(counts, home, rows.block_start)
+    whole = [
+        float(cost(Mode.DP_EP).exchange(sent * 1024 / n) + cost(Mode.DP_EP).experts(load * 1024 / n)) * 1e6
+        for n, sent, load in zip(traffic.rows, traffic.busiest_rows, traffic.busiest_load, strict=True)
+    ]
+    np.testing.assert_allclose(Timing(rows, cost(Mode.DP_EP), 1024).microseconds(placement), whole)
 
 
 def test_gains_are_what_is_saved_over_contiguous_in_microseconds():
