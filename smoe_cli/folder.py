@@ -101,7 +101,9 @@ def can_regroup(model: dict[str, Any], num_layers: int) -> bool:
 def trace_model_name(folder: Path) -> str:
     """Where the traced model was, from trace/run.json. Raises UsageError if that is not known."""
     path = folder / TRACE
-    name = open_artefact(path, TRACE).run().get("model") if path.exists() else None
+    if not path.exists():
+        raise UsageError(f"{folder} holds no trace that says which model it is; give --model.")
+    name = open_artefact(path, TRACE).run().get("model")
     if not name:
         raise UsageError(f"{path} does not say where its model is; give --model.")
     return str(name)

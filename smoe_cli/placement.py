@@ -61,9 +61,20 @@ class Placement:
         return slot_ranks(self.physical_to_logical.shape[1], self.num_ranks)
 
     @property
+    def equal_ranks(self) -> bool:
+        """Whether every rank has as many slots, as every engine's map needs."""
+        return bool(self.physical_to_logical.shape[1] % self.num_ranks == 0)
+
+    @property
     def redundant(self) -> bool:
         """Whether some expert has more than one slot."""
         return bool(self.physical_to_logical.shape[1] > self.num_experts)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every slot holds what it would without placing: see contiguous_placement."""
+        slots = self.physical_to_logical.shape[1]
+        return bool((self.physical_to_logical == np.arange(slots) % self.num_experts).all())
 
     @property
     def hosts(self) -> npt.NDArray[np.bool_]:

@@ -256,9 +256,7 @@ def _content(row: dict[str, Any], spec: str) -> Any:
         turns = row["conversations"]
         return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
     if any(key in row for key in ("input_ids", "text", "messages", "conversations")):
-        raise InputError(
-            f"dataset {spec} has a row without text; all rows need `text` or `input_ids`."
-        )
+        raise InputError(f"dataset {spec} has a row without text; all rows need `text` or `input_ids`.")
     raise InputError(f"dataset {spec} has fields {', '.join(map(str, row))}; `text` or `input_ids` was expected.")
 
 

@@ -311,7 +311,8 @@ def describe_identity(identity: dict[str, Any]) -> str:
     if is_unknown(identity):
         family = identity.get("family", UNKNOWN_FAMILY)
         named = "an unknown model" if family == UNKNOWN_FAMILY else f"a {family} model whose weights were not read"
-        sizes = dict.fromkeys(f"{experts} experts, top {top_k}" for _, experts, top_k in _layer_sizes(identity))
+        kinds = dict.fromkeys((experts, top_k) for _, experts, top_k in _layer_sizes(identity))
+        sizes = [f"{experts} experts{f', top {top_k}' if top_k else ''}" for experts, top_k in kinds]
         return f"{named} ({len(_layer_sizes(identity))} MoE layers, {'; '.join(sizes)})"
     mapped = f", regrouped by map {identity['map_sha256'][:12]}" if identity.get("map_sha256") else ""
     return f"{identity.get('family')} with routers {str(identity['router_sha256'])[:12]}{mapped}"

@@ -99,7 +99,14 @@ def cocluster(
     from smoe_cli.folder import TABLES, can_regroup, has_heldout_rows, placement_path
     from smoe_cli.hardware import find_cost, load_hardware, read_rank_cost
     from smoe_cli.placing.mixing import choose_mix
-    from smoe_cli.placing.solve_options import SolveOptions, check_ep, check_nodes, check_options
+    from smoe_cli.placing.solve_options import (
+        MACHINE,
+        SolveOptions,
+        check_ep,
+        check_nodes,
+        check_options,
+        options_given,
+    )
     from smoe_cli.placing.solving import choose_robust_mix, placement_to_stay_near, publish_placement
     from smoe_cli.workers import open_workers
     from smoe_profiles.artefact import check_target
@@ -134,12 +141,16 @@ def cocluster(
         start=near.id if near else None,
     )
     check_options(options, compare=compare)
-    measure = common.next("evaluate", "--placement", target.name) if has_heldout_rows(common.dir) else None
+    given = asdict(options) | {"hardware": hardware}  # as it was named: a file, not what is in it
+    measure = None
+    if has_heldout_rows(common.dir):
+        measure = common.next("evaluate", "--placement", target.name, *options_given(given, MACHINE))
     if compare:
         with open_workers(jobs, ray, common.console.note) as workers:
             document = _compare(common, tables, options, workers)
         named = ["--name", name] if name else []
-        place = None if target.exists() else common.next("cocluster", "--ep", str(ep), "--goal", goal, *named)
+        kept = options_given(given, (*MACHINE, "theta", "mu", "mix"))
+        place = None if target.exists() else common.next("cocluster", "--ep", str(ep), "--goal", goal, *kept, *named)
         common.console.result(document, lambda: _show_comparison(common, document), place or measure)
         return
     cost = find_cost(tables.artefact, common.dir, machine, mode, ep, needed=goal is Goal.TIME)
@@ -210,7 +221,7 @@ def _show_quality(common: Common, certificates: list[dict[str, Any]]) -> None:
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:
-    from smoe_profiles.table_rows import MIN_BLOCKS
+    from smoe_profiles.table_rows import BLOCK_ROWS, MIN_BLOCKS
 
     timed = document["goal"] == Goal.TIME
     digits, unit = (2, " us") if timed else (4, "")
@@ -236,7 +247,8 @@ def _show(common: Common, document: dict[str, Any]) -> None:
     common.console.line(f"validation gain: contiguous less placed{' in us' if timed else ''}, {judged}")
     if times := document["validation_microseconds"]:
         common.console.line(
-            f"predicted layer time ({document['mode']}, {document['hardware']}), validation {size}: "
+            f"predicted layer time ({document['mode']}, {document['hardware']}), validation {size} "
+            f"as batches of {BLOCK_ROWS:,}: "
             f"{times['placed']:.1f} us, contiguous {times['contiguous']:.1f} us"
         )
     _show_quality(common, [layer["certificate"] for layer in document["layers"]])

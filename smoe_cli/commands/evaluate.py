@@ -56,7 +56,7 @@ def evaluate(
     from smoe_cli.evaluation.measuring import measure_placement
     from smoe_cli.folder import TABLES, TRACE, applied, can_regroup, choose_placement
     from smoe_cli.hardware import load_hardware
-    from smoe_cli.placement import RUNTIME
+    from smoe_cli.placement import RUNTIME, read_placement
     from smoe_cli.runtime_file import preferred_predictors
     from smoe_profiles.tables import open_tables
     from smoe_profiles.trace import open_trace
@@ -78,8 +78,9 @@ def evaluate(
         hardware=load_hardware(hardware),
         console=common.console,
     )
-    step = "regroup" if can_regroup(chosen.model, len(document["layers"])) and not applied(chosen) else "report"
-    following = common.next(step, "--placement", chosen.path.name)
+    moved = not read_placement(chosen).contiguous
+    regroup = moved and can_regroup(chosen.model, len(document["layers"])) and not applied(chosen)
+    following = common.next("regroup" if regroup else "report", "--placement", chosen.path.name)
     notes = [
         _told_by_ids(document["context"]["unseen_tokens"], measured.has_token_ids),
         _preferred(preferred_predictors(chosen.record / RUNTIME), predictors),

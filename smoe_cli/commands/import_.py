@@ -112,10 +112,19 @@ def _import_placement(
     document = import_placement(
         files[0], common.dir, model_name=model, ep=ep, name=name, force=force, console=common.console
     )
-    what = "with predictors from the tables here" if document["predictors"] else "a map alone: there are no tables here"
-    line = f"{document['path']}: {document['layers']} MoE layers of {document['slots']} slots, {what}"
     following = common.next("evaluate", "--placement", Path(document["path"]).name)
-    common.console.result(document, lambda: common.console.line(line), following if document["predictors"] else None)
+    common.console.result(
+        document, lambda: _show_placement(common, document), following if document["predictors"] else None
+    )
+
+
+def _show_placement(common: Common, document: dict[str, Any]) -> None:
+    what = "with predictors from the tables here" if document["predictors"] else "a map alone: there are no tables here"
+    common.console.line(f"{document['path']}: {document['layers']} MoE layers of {document['slots']} slots, {what}")
+    if document["in_order"]:
+        common.console.note(
+            f"note: left out, as the tables have no counts of them: {document['in_order']} layers with experts in order"
+        )
 
 
 def _show(common: Common, document: dict[str, Any]) -> None:

@@ -42,6 +42,15 @@ def identity_row(slots: int, num_experts: int) -> list[int]:
     return [slot % num_experts for slot in range(slots)]
 
 
+def fill_layers(found: EngineMap, layers: ModelLayers) -> EngineMap:
+    """The same with a row for every MoE layer, identity where it has none: engines read rows by position."""
+    assert found.layer_ids is not None
+    held = dict(zip(found.layer_ids, found.slots, strict=True))
+    plain = np.array(identity_row(found.slots.shape[1], layers.num_experts))
+    slots = np.stack([held.get(layer, plain) for layer in layers.moe])
+    return EngineMap(slots, layers.moe, False, found.num_ranks)
+
+
 def select_layers(found: EngineMap, layers: ModelLayers | None) -> EngineMap:
     """The same map with one row for each MoE layer, named by its decoder layer.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from smoe_cli.checkpoint.layouts import blocking_layer
 from smoe_cli.engines.choices import Target
-from smoe_cli.engines.engine_map import EngineMap, ModelLayers
+from smoe_cli.engines.engine_map import EngineMap, ModelLayers, fill_layers
 from smoe_cli.engines.files import WRITERS
 from smoe_cli.folder import CHECKPOINT, sibling, trace_model_name
 from smoe_cli.options import DEFAULT_DIR
@@ -59,7 +59,7 @@ def export_placement(
         notes = _vllm_recipe(chosen, model, placement)
         return {"path": None, "to": target.value, "notes": notes}
     slots = placement.physical_to_logical.shape[1]
-    if slots % placement.num_ranks:
+    if not placement.equal_ranks:
         raise ImpossibleError(
             f"{chosen.path}: {slots} slots are not the same number on each of {placement.num_ranks} ranks; no engine's "
             "map can say that. Place with --redundant 1 instead of --uneven."
@@ -72,7 +72,8 @@ def export_placement(
         raise ImpossibleError(f"{path} is already there; --force replaces it.")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent} is no folder; make it first.")
-    found = EngineMap(placement.physical_to_logical, placement.layer_ids, num_ranks=placement.num_ranks)
+    placed = EngineMap(placement.physical_to_logical, placement.layer_ids, num_ranks=placement.num_ranks)
+    found = fill_layers(placed, layers)
     staged = path.with_name(f".{path.name}.partial")
     try:
         write(staged, found, layers)
@@ -82,13 +83,18 @@ def export_placement(
     finally:
         staged.unlink(missing_ok=True)
     notes = [note.replace("FILE", str(path)) for note in form.notes(found, layers)]
+    if in_order := len(found.slots) - len(placed.slots):
+        notes.insert(0, f"layers not in {chosen.path.name}, with their experts in order: {in_order}")
     if model.folder is None and not layers.extra:
         notes.append(f"the config of {model.name} is not here: layers of multi-token prediction, if any, are left out")
-    return {"path": str(path), "to": target.value, "notes": notes, "layers": len(placement.layer_ids), "slots": slots}
+    return {"path": str(path), "to": target.value, "notes": notes, "layers": len(found.slots), "slots": slots}
 
 
 def _vllm_recipe(chosen: Artefact, model: Model, placement: Placement) -> list[str]:
-    """vLLM has no static map: its linear placement of a regrouped checkpoint is the placement."""
+    """vLLM has no static map: its linear placement of a regrouped checkpoint is the placement.
+
+    Of ranks of unlike size too: there as here the first E mod G ranks hold one expert more.
+    """
     if placement.redundant:
         raise ImpossibleError(
             f"{chosen.path} holds copies of experts; vLLM takes neither a static map nor a checkpoint with copies."
@@ -113,4 +119,5 @@ def _vllm_recipe(chosen: Artefact, model: Model, placement: Placement) -> list[s
         f"--expert-placement-strategy linear{written}",
         f"data x context x tensor parallel size must be {ranks}: a placement is for that many ranks",
         "do not give --enable-eplb: its first rearrangement would undo the placement",
+        *([] if placement.equal_ranks else ["do not give a DeepEP all-to-all backend: it needs ranks of equal size"]),
     ]

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from smoe_cli.console import Console
-from smoe_cli.engines.engine_map import EngineMap, ModelLayers, faults, select_layers
+from smoe_cli.engines.engine_map import EngineMap, ModelLayers, faults, identity_row, select_layers
 from smoe_cli.engines.exporting import model_layers
 from smoe_cli.engines.files import read_engine_map
 from smoe_cli.errors import UsageError
@@ -13,7 +15,7 @@ from smoe_cli.placement import PLACEMENT_FILE, RUNTIME, Placement, write_map, wr
 from smoe_cli.placing.solving import write_served
 from smoe_profiles.artefact import check_target, publish
 from smoe_profiles.errors import InputError
-from smoe_profiles.models import UNKNOWN_FAMILY, Model, find_model
+from smoe_profiles.models import UNKNOWN_FAMILY, Model, describe_identity, find_model
 from smoe_profiles.tables import Tables, open_tables
 
 
@@ -50,11 +52,14 @@ def import_placement(
     model = find_model(model_name, download=False) if model_name else None
     tables = open_tables(folder / TABLES) if (folder / TABLES).exists() else None
     layers = model_layers(model) if model else _table_layers(tables)
-    found = _selected(path, layers)
+    found = _selected(path, layers, every_row=model is None)
     ranks = _ranks(path, found, ep)
+    listed = len(found.slots)
     said = faults(found, layers.num_experts if layers else None, ranks)
     if said:
         raise InputError(f"{path}: {said[0]}.")
+    if tables:
+        found = _counted(path, found, tables)
     assert found.layer_ids is not None
     placement = Placement(found.layer_ids, found.slots, ranks)
     target = placement_path(folder, ranks, name)
@@ -79,15 +84,43 @@ def import_placement(
         "layers": len(found.layer_ids),
         "slots": found.slots.shape[1],
         "redundant": placement.redundant,
+        "in_order": listed - len(found.slots),
         "predictors": tables is not None,
     }
 
 
-def _selected(path: Path, layers: ModelLayers | None) -> EngineMap:
+def _selected(path: Path, layers: ModelLayers | None, *, every_row: bool = False) -> EngineMap:
+    """The rows of the MoE layers. every_row: where a file names its layers, all of them, whatever `layers` says."""
+    found = read_engine_map(path)
     try:
-        return select_layers(read_engine_map(path), layers)
+        return select_layers(found, None if every_row and found.layer_ids is not None else layers)
     except ValueError as error:
         raise InputError(f"{path}: {error}; name the model with --model.") from error
+
+
+def _counted(path: Path, found: EngineMap, tables: Tables) -> EngineMap:
+    """The rows of the layers that tables count; the others must keep their experts in order, as nothing foretells them.
+
+    Raises InputError if one does not, or if the tables count a layer that the map does not have.
+    """
+    assert found.layer_ids is not None
+    counted, row_of = [layer.id for layer in tables.layers], dict(zip(found.layer_ids, found.slots, strict=True))
+    there, experts = tables.artefact.path, tables.layers[0].num_experts
+    missing = [layer for layer in counted if layer not in row_of]
+    if missing:
+        raise InputError(
+            f"{path} does not have layer {missing[0]}, which {there} has counts of; is it of another model?"
+        )
+    if int(found.slots.max()) + 1 != experts:
+        raise InputError(f"{path} is for another model than {there}, {describe_identity(tables.artefact.model)}.")
+    plain = identity_row(found.slots.shape[1], experts)
+    moved = [layer for layer, row in row_of.items() if layer not in counted and row.tolist() != plain]
+    if moved:
+        raise InputError(
+            f"{path} moves experts of layer {moved[0]}, and {there} has no counts of that layer; record every layer, "
+            "or import it as a map alone, with a -C that holds no tables."
+        )
+    return EngineMap(np.stack([row_of[layer] for layer in counted]), tuple(counted), False, found.num_ranks)
 
 
 def _ranks(path: Path, found: EngineMap, ep: int | None) -> int:
@@ -100,10 +133,10 @@ def _ranks(path: Path, found: EngineMap, ep: int | None) -> int:
 
 
 def _table_layers(tables: Tables | None) -> ModelLayers | None:
-    """Layers as tables know them: where the model is not named, its last MoE layer is taken for its last of all."""
+    """Layers of the tables' model; where that is not named, its last MoE layer is taken for its last of all."""
     if tables is None:
         return None
-    ids = tuple(layer.id for layer in tables.layers)
+    ids = tuple(layer["id"] for layer in tables.artefact.model["layers"])
     return ModelLayers(ids, tables.layers[0].num_experts, max(ids) + 1, 0, str(tables.artefact.model.get("family")))
 
 

@@ -3,6 +3,7 @@
 Axes: E experts, G ranks.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,32 +56,36 @@ class SolveOptions:
         return Links.of_nodes(self.ep, self.nodes) if self.nodes > 1 else None
 
 
-KEPT = {
+KEPT: dict[str, Any] = {
     "goal": "blend",
     "effort": "default",
+    "method": "ce",
     "redundant": 0,
     "nodes": 1,
     "mode": "speculative",
+    "hardware": "nvlink-h200",
     "theta": 0.1,
     "mu": 0.25,
-    "hardware": "nvlink-h200",
+    "mix": None,
 }
-"""Options that a command which follows a placement keeps, and their defaults."""
+"""Options that a placement made anew keeps, and their defaults."""
 
 MACHINE = ("mode", "hardware")
-"""Those of them that smoe evaluate takes: what layer times are predicted for."""
+"""Those that smoe evaluate takes too: what layer times are predicted for."""
 
 
 def options_given(made: Mapping[str, Any], names: Iterable[str] = KEPT) -> list[str]:
-    """Options that a placement was made with, as a command line says them where they are not the defaults.
+    """Options that are not the defaults, as a command line says them.
 
-    made: its manifest's parameters, or the SolveOptions as a dict; what is missing counts as the default. Its mix is
-    told among all of KEPT.
+    made: the parameters in a placement's manifest, or SolveOptions as a dict; an option that is missing is the default.
     """
-    options = {name: made.get(name, KEPT[name]) for name in names}
-    words = [word for name, value in options.items() if value != KEPT[name] for word in (f"--{name}", str(value))]
-    shares = (made.get("mix") or []) if "goal" in options else []
-    return words + [word for source, share in shares for word in ("--mix", f"{source}={share}")]
+    words = []
+    for name in names:
+        value = made.get(name, KEPT[name])
+        if value != KEPT[name]:
+            values = [f"{source}={share}" for source, share in value] if name == "mix" else [str(value)]
+            words += [word for one in values for word in (f"--{name}", one)]
+    return words
 
 
 def check_options(options: SolveOptions, *, compare: bool) -> None:

@@ -11,15 +11,19 @@ from smoe_solvers.predictors import local_counts
 
 def validation_facts(tables: Tables, placement: Placement) -> dict[str, Any]:
     """The blocks a gain is judged on, how many rows are in one, and the fan-out with contiguous experts and placed."""
-    start = next(tables.samples("validation")).block_start
     contiguous = contiguous_placement(placement.layer_ids, placement.num_experts, placement.num_ranks)
     return {
-        "validation_blocks": len(start) - 1,
-        "validation_block_rows": round(float(np.diff(start).mean())),
+        **block_facts(tables),
         "validation_fanout": None  # a row may choose among copies
         if placement.redundant
         else {"contiguous": _fanout(tables, contiguous), "placed": _fanout(tables, placement)},
     }
+
+
+def block_facts(tables: Tables) -> dict[str, int]:
+    """The blocks that a gain is judged on, and how many rows are in one."""
+    start = next(tables.samples("validation")).block_start
+    return {"validation_blocks": len(start) - 1, "validation_block_rows": round(float(np.diff(start).mean()))}
 
 
 def _fanout(tables: Tables, placement: Placement) -> float:

@@ -21,6 +21,7 @@ from smoe_cli.report.states import states_section
 from smoe_cli.report.tokens import tokens_section
 from smoe_cli.report.transfer import transfer_section
 from smoe_cli.report.verdict import verdict
+from smoe_profiles.artefact import Artefact
 from smoe_profiles.errors import InputError
 from smoe_profiles.models import UNKNOWN_FAMILY
 
@@ -54,6 +55,11 @@ SECTIONS: dict[str, tuple[Callable[[Found], dict[str, Any] | None], str, str]] =
 def describe(found: Found) -> dict[str, Any]:
     """The document of what was found. Raises InputError for artefacts that are whole but not what smoe writes."""
     assert found.anchor is not None
+    if found.placed is not None and "imported" in found.placed.artefact.parameters and _unnamed(found.anchor):
+        raise InputError(
+            f"{found.anchor.path} was imported without its model or tables, so it cannot be reported; import it "
+            "again with --model M --force, or beside the tables of a trace, where smoe evaluate can measure it too."
+        )
     try:
         document = _document(found)
         json.dumps(document, allow_nan=False)  # a figure that is no number stops here, not in a browser
@@ -89,6 +95,11 @@ def _document(found: Found) -> dict[str, Any]:
             if sections[name] is None
         },
     }
+
+
+def _unnamed(placement: Artefact) -> bool:
+    """Whether nothing said how many experts a token takes: the identity is what the slots tell."""
+    return all("top_k" not in layer for layer in placement.model["layers"])
 
 
 def _layers(found: Found) -> list[dict[str, Any]]:

@@ -3,26 +3,37 @@
 Axes: E experts, G ranks.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from smoe_cli.checkpoint.layouts import blocking_layer
-from smoe_cli.folder import CHECKPOINT, PLACEMENT, sibling
+from smoe_cli.folder import CHECKPOINT, TRACE, placement_path, sibling, step_after_trace
+from smoe_cli.hardware import SHIPPED
+from smoe_cli.placing.solve_options import KEPT, MACHINE, options_given
 from smoe_cli.report.gathering import Found, Placed
 from smoe_cli.report.states import BALANCER
-from smoe_cli.report.verdict import MORE_LOAD
+from smoe_cli.report.verdict import MORE_LOAD, judged_on
 from smoe_cli.report.wording import FEW_REQUESTS, PLACED
 from smoe_profiles.choices import Level
 from smoe_profiles.families.config import MoeLayer
 from smoe_solvers.choices import Goal
+from smoe_solvers.redundancy import MAX_RANKS
 
 USUAL_RANKS = 8
 
 EVEN_NAME, EVEN_THETA = "even", 0.5
 """A weight of load (.1 by default) at which a placement of DeepSeek-V2-Lite was as even as a load balancer's."""
 
-KEPT = {"goal": "blend", "effort": "default", "method": "ce", "redundant": 0, "nodes": 1, "mode": "speculative"}
-"""Options that a placement made anew keeps, and their defaults."""
+AGAIN = tuple(name for name in KEPT if name != "method")
+"""Options that stay where other ranks, copies or another goal are tried: whatever the method, that is searched."""
+
+BESIDE_COPIES = tuple(name for name in AGAIN if name not in ("redundant", "nodes"))
+
+M_IS = "M is your model."
+
+FILE = "FILE"
+"""Stands for a hardware model that is not shipped: a placement knows its name, not its file."""
 
 WEIGHING_LOAD = (Goal.BLEND, Goal.LAR, Goal.ILP)
 """Goals in which --theta says how much even load weighs."""
@@ -72,16 +83,11 @@ def _covered(placed: Placed) -> str:
     return f"The placement has {len(placed.placement.layer_ids)} of the model's {total} MoE layers"
 
 
-def equal_ranks(placed: Placed) -> bool:
-    """Whether every rank has as many slots, as every engine's map needs."""
-    return bool(placed.placement.physical_to_logical.shape[1] % placed.placement.num_ranks == 0)
-
-
 def engines(found: Found) -> list[dict[str, Any]]:
     """What each engine takes of this placement, and the command that writes it."""
     if found.placed is None:
         return []
-    equal = equal_ranks(found.placed)
+    equal = found.placed.placement.equal_ranks
     unequal = None if equal else "its ranks must hold equally many slots: place without --uneven"
     rows = [
         {
@@ -93,25 +99,41 @@ def engines(found: Found) -> list[dict[str, Any]]:
         for engine, target in ENGINES.items()
     ]
     blocked = map_only(found)
-    takes = blocked is None and equal
+    takes, deepep = blocked is None, None if equal else "not with a DeepEP back end, which needs ranks of equal size"
     vllm = {
         "engine": "vLLM",
         "takes": "checkpoint" if takes else "no",
         "command": found.command("regroup", chosen=True) if takes else None,
-        "note": None if takes else "it takes no static map, and no checkpoint can be this placement",
+        "note": deepep if takes else "it takes no static map, and no checkpoint can be this placement",
     }
     return [*rows, vllm]
+
+
+class Step(NamedTuple):
+    """The words after `smoe`, as a shell reads them, and why. chosen: whether they need the placement's name.
+
+    where: the folder they are for, None: the one reported on.
+    """
+
+    command: str
+    why: str
+    chosen: bool = False
+    where: Path | None = None
 
 
 def next_step(found: Found, judged: dict[str, Any]) -> dict[str, str] | None:
     """The command to run next, and why; None where nothing is to be advised. judged: what `verdict` gives."""
     if judged["answer"] in ("little", "nothing") and found.placed is not None and judged.get("fixed_cost"):
         return None
-    command, why, chosen = _step(found, judged)
-    words = command.split()
+    step = _step(found, judged)
+    if step is None:
+        return None
+    words, why = shlex.split(step.command), step.why
     if found.needs_model(words[0]):
         why = f"{why} MODEL is your model, a folder or a short name: the trace does not say."
-    return {"command": found.command(*words, chosen=chosen), "why": why}
+    if FILE in words:
+        why = f"{why} {FILE} is the hardware model it was made for."
+    return {"command": found.command(*words, chosen=step.chosen, where=step.where), "why": why}
 
 
 def evener(found: Found, judged: dict[str, Any]) -> list[str]:
@@ -135,98 +157,141 @@ def _even(found: Found) -> list[str] | None:
     """
     if found.placed is None or found.placed.log is None:
         return None
-    made, ranks = found.placed.artefact.parameters, found.placed.placement.num_ranks
+    made, ranks = _made(found), found.placed.placement.num_ranks
     weighed = made.get("goal", KEPT["goal"]) in WEIGHING_LOAD
     if made.get("goal") == Goal.TIME or (weighed and made.get("theta", 1.0) >= EVEN_THETA):
         return None
-    name = f"{PLACEMENT}-ep{ranks}-{EVEN_NAME}"
-    if (found.folder / name).exists():
-        return ["report", "--placement", name]
-    kept = _kept(made) if weighed else ["--goal", str(KEPT["goal"]), *_kept(made | {"goal": KEPT["goal"]})]
+    made = made | {"theta": KEPT["theta"]}
+    kept = options_given(made) if weighed else ["--goal", str(KEPT["goal"]), *options_given(made | {"goal": "blend"})]
     flags = [
         *(["--groups", "whole"] if made.get("whole_groups") else []),
         *(["--uneven"] if made.get("uneven") else []),
     ]
-    return ["cocluster", "--ep", str(ranks), *kept, *flags, "--theta", str(EVEN_THETA), "--name", EVEN_NAME]
+    return _place(found, ranks, EVEN_NAME, [*kept, *flags, "--theta", str(EVEN_THETA)])
 
 
-def _kept(made: dict[str, Any], names: Iterable[str] = KEPT) -> list[str]:
-    """Options that a placement was made with, where they are not the defaults. made: its parameters."""
-    options = {name: made.get(name, KEPT[name]) for name in names}
-    return [word for name, value in options.items() if value != KEPT[name] for word in (f"--{name}", str(value))]
+def _made(found: Found) -> dict[str, Any]:
+    """What the placement was made with, its hardware as --hardware takes it."""
+    made = found.placed.artefact.parameters if found.placed else {}
+    return made if made.get("hardware", KEPT["hardware"]) in SHIPPED else made | {"hardware": FILE}
 
 
-def _step(found: Found, judged: dict[str, Any]) -> tuple[str, str, bool]:
-    """Command, reason, and whether it needs the placement's name."""
+def _place(found: Found, ranks: int, name: str | None, words: list[str]) -> list[str]:
+    """The command that makes a placement, or shows the one of that name that is there."""
+    path = placement_path(found.folder, ranks, name)
+    if path.exists():
+        return ["report", "--placement", path.name]
+    return ["cocluster", "--ep", str(ranks), *words, *(["--name", name] if name else [])]
+
+
+def _step(found: Found, judged: dict[str, Any]) -> Step | None:
     answer, figures = judged["answer"], judged["figures"]
     if answer == "unmeasured":
         return _towards_evaluation(found)
     if found.placed is None:
-        return f"cocluster --ep {found.ranks}", "the placement that was measured is gone: makes it again.", False
-    if answer == "worth-it" and equal_ranks(found.placed):
-        return "export --to sglang", "writes the map that an engine reads; nothing is copied and the model stays.", True
+        return Step(f"cocluster --ep {found.ranks}", "the placement that was measured is gone: makes it again.")
+    unconfirmed = judged_on(found)
+    if unconfirmed is not None and unconfirmed.scarce:
+        why = "records more text, in T, to place by: nothing could be confirmed on so few validation rows."
+        known = found.model_name
+        return Step(shlex.join(["profile", "--model", known or "M", "-C", "T"]), why if known else f"{why} {M_IS}")
+    if answer == "worth-it" and found.placed.placement.equal_ranks:
+        return Step("export --to sglang", "writes the map that an engine reads; nothing is copied.", chosen=True)
     if answer == "worth-it" and whole_model(found.placed):
-        return "regroup", "writes it for our run time: no engine's map has ranks of unlike size.", True
+        return Step(
+            "regroup", "writes it for vLLM and smoe's run time: no engine's map has ranks of unlike size.", chosen=True
+        )
     if answer in ("worth-it", "needs-more"):
         return _towards_run_time(found)
     if answer == "undecided" and all(figure["doubt"] in (None, FEW_REQUESTS) for figure in figures):
         why = "measures more requests: record or import them first, with --split heldout -C T, or give --requests."
-        return "evaluate --trace T/trace", why, True
+        return Step(shlex.join(["evaluate", "--trace", "T/trace", *_machine(found)]), why, chosen=True)
+    if unconfirmed is not None and unconfirmed.short:
+        words = options_given(_made(found) | {"goal": "lar"}, AGAIN)
+        return _try(found, found.placed.placement.num_ranks, "lar", words, "another goal changes")
     busy = any(figure["load_imbalance"] > MORE_LOAD * figure["load_baseline"] for figure in figures)
     even = _even(found)
     if busy and answer != "nothing" and even is not None:
         does = "places again with more weight on even load" if even[0] == "cocluster" else "shows the evener placement"
-        return " ".join(even), f"{does}: the busiest rank is what this placement loses by.", False
-    return _otherwise(found)
+        return Step(shlex.join(even), f"{does}: the busiest rank is what this placement loses by.")
+    return _otherwise(found, found.placed)
 
 
-def _otherwise(found: Found) -> tuple[str, str, bool]:
+def _otherwise(found: Found, placed: Placed) -> Step | None:
     """What else could change the answer: more ranks, or copies where the experts cannot be shared by more."""
-    ranks = found.ranks or USUAL_RANKS
-    made = found.placed.artefact.parameters if found.placed else {}
-    if found.placed is None or found.placed.placement.num_experts % (2 * ranks):
-        why = "leave the model as it is, or see whether copies of busy experts change the answer."
-        words = ["--redundant", "1", "--name", "copies", *_kept(made, ["effort"])]
-        return " ".join(["cocluster", "--ep", str(ranks), *words]), why, False
-    why = "leave the model as it is, or see whether more ranks change the answer."
-    return " ".join(["cocluster", "--ep", str(2 * ranks), *_kept(made, ["goal", "effort", "mode"])]), why, False
+    made, ranks = _made(found), placed.placement.num_ranks
+    if placed.placement.num_experts % (2 * ranks) == 0:
+        return _try(found, 2 * ranks, None, options_given(made, AGAIN), "more ranks change")
+    if placed.placement.redundant or made.get("nodes", 1) > 1 or made.get("rank_cost") or ranks > MAX_RANKS:
+        return None  # there are copies, or they cannot be placed by where ranks are, or on so many
+    if made.get("goal") in (Goal.TIME, Goal.ILP):  # searched without copies
+        made = made | {name: KEPT[name] for name in ("goal", "theta")}
+    words = ["--redundant", "1", *options_given(made, BESIDE_COPIES)]
+    return _try(found, ranks, "copies", words, "copies of busy experts change")
 
 
-def _towards_evaluation(found: Found) -> tuple[str, str, bool]:
+def _try(found: Found, ranks: int, name: str | None, words: list[str], what: str) -> Step:
+    """Another placement beside this one."""
+    return Step(
+        shlex.join(_place(found, ranks, name, words)), f"leave the model as it is, or see whether {what} the answer."
+    )
+
+
+def _machine(found: Found) -> list[str]:
+    """What evaluate is to be told, for times as they were predicted before."""
+    made = _made(found)
+    hardware = found.measured.context.get("hardware") if found.measured else None
+    if hardware:
+        made = made | {"hardware": hardware if hardware in SHIPPED else FILE}
+    return options_given(made, MACHINE)
+
+
+AFTER_TRACE = {
+    "inspect": "says what the counts tell; placing needs a trace of each token's experts.",
+    "build-tables": "counts which tokens use which experts.",
+    "evaluate": "measures a placement on this trace, whose rows are all held out: none are there to place by.",
+}
+"""Why the step that a trace asks for is taken."""
+
+
+def _towards_evaluation(found: Found) -> Step:
     """The first step between what is there and an evaluation."""
     if found.placed is None and found.tables is not None:
         experts = found.tables.layers[0].num_experts
-        command = f"cocluster --ep {usual_ranks(experts)}"
-        return command, "places the experts on ranks; --ep is how many you have.", False
+        return Step(f"cocluster --ep {usual_ranks(experts)}", "places the experts on ranks; --ep is how many you have.")
     if found.tables is not None and found.placed is not None and found.placed.log is not None:
         return _measure(found)
     if found.placed is not None and found.placed.log is None:
-        step = "inspect " + found.placed.artefact.path.name
-        return step, "says what this imported placement is; smoe cocluster makes one that can be measured.", False
-    if found.trace is not None and found.trace.level is not Level.TOKEN:
-        return "inspect", "says what the counts tell; placing needs a trace of each token's experts.", False
+        step = shlex.join(["inspect", found.placed.artefact.path.name])
+        return Step(step, "says what this imported placement is; smoe cocluster makes one that can be measured.")
     if found.trace is None:
-        return "profile --model M", "records the held-out tokens to measure on; M is your model.", False
-    return "build-tables", "counts which tokens use which experts.", False
+        return Step("profile --model M", f"records the held-out tokens to measure on. {M_IS}")
+    level, fit_rows = found.trace.level, found.trace.rows("fit")
+    if found.placed is not None and level is Level.TOKEN and not fit_rows:
+        return Step("profile --model M -C T", f"records, in T, what to place by, as this trace cannot. {M_IS}")
+    words, where = step_after_trace(found.folder / TRACE, level, fit_rows)
+    why = AFTER_TRACE[words[0]] + (" FOLDER is where one is." if where == Path("FOLDER") else "")
+    return Step(shlex.join(words), why, where=where)
 
 
-def _measure(found: Found) -> tuple[str, str, bool]:
+def _measure(found: Found) -> Step:
+    evaluate = ["evaluate", *_machine(found)]
     if found.trace is not None and found.trace.level is Level.TOKEN and not found.trace.rows("heldout"):
         why = "the trace has no held-out rows: record some with smoe profile --split heldout -C T, and measure on them."
-        return "evaluate --trace T/trace", why, True
-    return "evaluate", "measures the placement on held-out tokens.", True
+        return Step(shlex.join([*evaluate, "--trace", "T/trace"]), why, chosen=True)
+    return Step(shlex.join(evaluate), "measures the placement on held-out tokens.", chosen=True)
 
 
-def _towards_run_time(found: Found) -> tuple[str, str, bool]:
+def _towards_run_time(found: Found) -> Step:
     if found.placed is not None and not whole_model(found.placed):
-        why = f"records every MoE layer in T; M is your model. {_covered(found.placed)}, and a run time needs them all."
-        return "profile --model M -C T", why, False
+        why = f"records every MoE layer in T. {M_IS} {_covered(found.placed)}, and a run time needs them all."
+        return Step("profile --model M -C T", why)
     if found.placed is None or not found.placed.applied:
         why = "writes the checkpoint or map and the tables that a shuffling run time and a request router look up."
-        return "regroup", why, True
+        return Step("regroup", why, chosen=True)
     if sibling(found.placed.artefact.path, CHECKPOINT).exists():
-        return "verify", "proves that the regrouped checkpoint is the same model.", True
-    return "bench", "times a layer under this placement on your own GPUs.", True
+        return Step("verify", "proves that the regrouped checkpoint is the same model.", chosen=True)
+    return Step("bench", "times a layer under this placement on your own GPUs.", chosen=True)
 
 
 def usual_ranks(experts: int) -> int:

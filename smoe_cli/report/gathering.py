@@ -111,11 +111,15 @@ class Found:
         """Whether a command must be told which model it is."""
         return command in MODEL_COMMANDS and self.model_name is None
 
-    def command(self, *words: str, chosen: bool = False) -> str:
-        """A command line for this folder. chosen: of a command that needs the placement's name where several fit."""
+    def command(self, *words: str, chosen: bool = False, where: Path | None = None) -> str:
+        """A command line for this folder. chosen: of a command that needs the placement's name where several fit.
+
+        where: another folder that it is for.
+        """
         model = ["--model", "MODEL"] if self.needs_model(words[0]) else []
         named = ["--placement", self.named] if chosen and self.named else []
-        folder = [] if self.folder == DEFAULT_DIR or "-C" in words else ["-C", str(self.folder)]
+        here = where or self.folder
+        folder = [] if here == DEFAULT_DIR or "-C" in words else ["-C", str(here)]
         return shlex.join(["smoe", *words, *model, *named, *folder])
 
 

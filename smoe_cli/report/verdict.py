@@ -5,10 +5,12 @@ without a shuffle, by predicted layer time where the model's shape is known and 
 says how much better it must be; ANSWERS, in which order the answers are tried.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from smoe_cli.placing.validation import block_facts
 from smoe_cli.report.gathering import Found
 from smoe_cli.report.states import (
     BALANCER,
@@ -26,11 +28,14 @@ from smoe_cli.report.wording import (
     FEW_REQUESTS,
     PLACED,
     UNITS,
+    Unconfirmed,
     cautions,
     conditions_text,
     headline,
     sentence,
 )
+from smoe_profiles.table_rows import MIN_BLOCKS
+from smoe_solvers.choices import Goal
 
 Tree = dict[str, Any]
 
@@ -82,6 +87,9 @@ THRESHOLDS = (
     Threshold(ROWS, ROUTED, 1.15, "Without a time, 15 % fewer rows sent, for a router that has to be put in front."),
 )
 
+USUAL_BATCH = 1024
+"""Tokens in a batch of smoe evaluate, where it has not measured yet."""
+
 LEAST = 1e-9
 """Stands for no rows at all, so that a ratio of them is a number."""
 
@@ -94,11 +102,12 @@ SAME_TIME = 0.005
 """Where no state's predicted time differs more from another's, whatever rows it sends, the time is fixed cost."""
 
 ANSWERS = {
-    "nothing": "Placing confirmed no gain on validation blocks and returned contiguous experts.",
+    "nothing": "Placing confirmed no gain on validation blocks, enough to show one, and returned contiguous experts.",
     "unmeasured": "There is no evaluation of this placement.",
     "worth-it": "A use in today's engines reaches its threshold.",
     "needs-more": "Only a shuffling run time or a request router reaches its threshold.",
-    "undecided": "A threshold is reached, but in doubt: under attention-DP with fewer requests than ranks, or, no "
+    "undecided": "Validation rows were too few to confirm any gain; or a threshold is reached, but in doubt: under "
+    "attention-DP with fewer requests than ranks, or, no "
     f"layer time being known, with a busiest rank that computes more than {MORE_LOAD:g} times as much as with the "
     "baselines.",
     "little": "No use reaches its threshold.",
@@ -112,11 +121,12 @@ def verdict(found: Found, states: Tree | None) -> Tree:
     conditions = _conditions(found)
     few = conditions is not None and conditions["requests"]["count"] < conditions["ranks"]
     figures = _figures(states, basis, few) if states and basis else []
-    answer = _answer(found, figures)
+    unconfirmed = judged_on(found)
+    answer = _answer(unconfirmed, figures)
     fixed = basis == TIME and states is not None and _fixed_cost(states)
     return {
         "answer": answer,
-        "headline": headline(answer, figures, fixed),
+        "headline": headline(answer, figures, fixed, conditions, unconfirmed),
         "reasons": [sentence(figure) for figure in figures],
         "cautions": cautions(states, basis, conditions, fixed) if states and basis and conditions else [],
         "basis": basis,
@@ -195,10 +205,25 @@ def _figure(states: Tree, use: Use, basis: str, at_least: float, few: bool) -> T
     }
 
 
-def _answer(found: Found, figures: Sequence[Tree]) -> str:
+def judged_on(found: Found) -> Unconfirmed | None:
+    """What a placement's gain was judged on, where it was not confirmed."""
+    if found.placed is None or found.placed.artefact.parameters.get("confirmed") is not False:
+        return None
+    facts = block_facts(found.tables) if found.tables else {}
+    rows = facts.get("validation_block_rows")
+    errors = [line.get("validation_two_standard_errors", 0.0) for line in found.placed.log or []]
+    batch = found.measured.context["batch"] if found.measured else USUAL_BATCH
+    return Unconfirmed(
+        rows,
+        scarce=None in errors or facts.get("validation_blocks", math.inf) < MIN_BLOCKS["validation"],
+        short=found.placed.artefact.parameters.get("goal") == Goal.TIME and rows is not None and rows < batch,
+    )
+
+
+def _answer(unconfirmed: Unconfirmed | None, figures: Sequence[Tree]) -> str:
     reached = {figure["use"] for figure in figures if figure["reached"]}
-    if found.placed is not None and found.placed.artefact.parameters.get("confirmed") is False:
-        return "nothing"
+    if unconfirmed is not None:
+        return "undecided" if unconfirmed.scarce else "nothing"
     if not figures:
         return "unmeasured"
     if PLACED in reached:

@@ -48,21 +48,46 @@ FEW_BATCHES, FEW_ROUNDS = 4, 8
 """Fewer batches, or rounds of one request a rank, than these are said to be few."""
 
 
-def headline(answer: str, figures: Sequence[Tree], fixed: bool) -> str:
+class Unconfirmed(NamedTuple):
+    """What a gain that validation did not confirm was judged on. rows: of a block, None where that is not known.
+
+    scarce: too few blocks to confirm anything. short: goal `time` on blocks of fewer rows than a batch that is run.
+    """
+
+    rows: int | None
+    scarce: bool
+    short: bool
+
+
+def headline(
+    answer: str,
+    figures: Sequence[Tree],
+    fixed: bool,
+    conditions: Tree | None = None,
+    unconfirmed: Unconfirmed | None = None,
+) -> str:
     """The answer in one sentence. fixed: whether every predicted time is fixed cost."""
     reached = [figure for figure in figures if figure["reached"]]
     match answer:
         case "unmeasured":
             return "Not measured yet."
         case "worth-it":
-            best = max((one for one in reached if one["use"] == PLACED), key=lambda one: one["speedup"])
-            return f"Worth it in today's engines with {WAYS[best['way']]}: {_less(best)}."
+            today = [one for one in reached if one["use"] == PLACED]
+            best = max(today, key=lambda one: one["speedup"])
+            return f"Worth it in today's engines with {WAYS[best['way']]}{_rests(today, conditions)}: {_less(best)}."
         case "needs-more":
             best = max(reached, key=lambda one: one["speedup"])
             needs = " or ".join(dict.fromkeys(one["needs"] for one in reached))
-            return f"Worth it only with {needs}: {_less(best)}."
+            return f"Worth it only with {needs}{_rests(reached, conditions)}: {_less(best)}."
+        case "undecided" if unconfirmed:
+            return "Undecided: too few validation rows to confirm any gain, so that experts were left where they are."
         case "undecided":
             return _undecided([figure for figure in figures if figure["undecided"]])
+        case "nothing" if unconfirmed and unconfirmed.short:
+            return (
+                f"Nothing to gain was confirmed for goal time, on validation blocks of {unconfirmed.rows:,} rows: "
+                "another goal, such as --goal lar, may still gain."
+            )
         case "nothing":
             return "Nothing to gain from placing experts: they are best left where they are."
     if fixed:
@@ -79,6 +104,18 @@ def _undecided(figures: Sequence[Tree]) -> str:
         f"Undecided: fewer rows travel, but the busiest rank computes more than {THAN[busy[0]]}, and no layer time is "
         "known."
     )
+
+
+def _rests(counting: Sequence[Tree], conditions: Tree | None) -> str:
+    """A word of warning where nothing but attention-DP counts, and it rests on few requests."""
+    alone = all(figure["way"] == "dp-ep" for figure in counting)
+    few = conditions is not None and conditions["requests"]["count"] < _enough_requests(conditions)
+    return ", on few requests" if alone and few else ""
+
+
+def _enough_requests(conditions: Tree) -> int:
+    """How many requests would even out."""
+    return int(FEW_ROUNDS * conditions["ranks"])
 
 
 def _less(figure: Tree) -> str:
@@ -135,15 +172,15 @@ def cautions(states: Tree, basis: str, conditions: Tree, fixed: bool) -> list[st
 def _scarce(conditions: Tree) -> list[str]:
     """Where too little was measured to rely on."""
     said = []
-    rows, requests, rounds = conditions["rows"], conditions["requests"]["count"], FEW_ROUNDS * conditions["ranks"]
+    rows, requests, enough = conditions["rows"], conditions["requests"]["count"], _enough_requests(conditions)
     if rows < FEW_BATCHES * conditions["batch"]:
         said.append(
             f"Only {rows:,} held-out tokens were measured, fewer than {FEW_BATCHES} batches: record more before "
             "relying on small differences."
         )
-    if requests < rounds:
+    if requests < enough:
         said.append(
-            f"Attention-DP rests on {requests:,} requests over {conditions['ranks']} ranks, where {rounds:,} would "
+            f"Attention-DP rests on {requests:,} requests over {conditions['ranks']} ranks, where {enough:,} would "
             "even out: measure with more sequences, or with --requests."
         )
     return said

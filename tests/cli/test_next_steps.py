@@ -51,6 +51,30 @@ def test_verify_leads_to_held_out_rows_that_are_there(work, model, prompts):
     assert after_verify()[3:5] == ["--trace", "OTHER/trace"]
 
 
+def test_the_report_sent_held_out_rows_alone_to_build_tables(held):
+    folder, said = held
+    assert next_step(smoe("report", "-C", "other", cwd=folder).err) == next_step(said.err)
+
+
+def test_measuring_was_for_another_machine_than_placing_and_led_to_a_checkpoint_like_the_first(work):
+    flat = ("--ep", "4", "--method", "contiguous", "--jobs", "1", "--mode", "dp-ep", "--hardware", "pcie")
+    placed = smoe("cocluster", *flat, "--name", "flat", "-C", work, cwd=work)
+    named = ["--placement", "placement-ep4-flat"]
+    machine = ["--mode", "dp-ep", "--hardware", "pcie"]
+    assert next_step(placed.err) == ["evaluate", *named, *machine, "-C", str(work)]
+    assert next_step(smoe(*next_step(placed.err), cwd=work).err) == ["report", *named, "-C", str(work)]
+
+
+def test_a_handful_of_rows_was_reported_as_nothing_to_gain(tmp_path):
+    np.savez(tmp_path / "few.npz", ids=random_routing(layers=1, tokens=5))
+    smoe("import", "few.npz", cwd=tmp_path)
+    smoe("build-tables", cwd=tmp_path)
+    smoe("cocluster", "--ep", "2", "--effort", "fast", "--jobs", "1", cwd=tmp_path)
+    said = smoe("report", cwd=tmp_path)
+    assert "Undecided: too few validation rows" in said.out
+    assert next_step(said.err) == ["profile", "--model", "M", "-C", "T"]
+
+
 def test_imports_of_held_out_rows_alone_are_not_sent_to_build_tables(tmp_path):
     np.savez(tmp_path / "ids.npz", ids=random_routing(layers=2))
     said = smoe("import", "ids.npz", "--split", "heldout", "-C", "other", cwd=tmp_path)

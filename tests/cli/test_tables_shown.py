@@ -97,7 +97,10 @@ def test_columns_and_their_unit_are_explained_where_they_stand():
 
 def test_a_predicted_time_names_the_batch_it_is_of():
     """It stood beside evaluate's, of 1,024 tokens, as if of the same."""
-    assert "(speculative, nvlink-h200), validation blocks of 57 rows: 39.1 us, contiguous 39.3 us" in shown()
+    assert (
+        "(speculative, nvlink-h200), validation blocks of 57 rows as batches of 1,024: 39.1 us, contiguous 39.3 us"
+        in shown()
+    )
 
 
 @pytest.mark.parametrize(

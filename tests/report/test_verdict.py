@@ -1,6 +1,8 @@
 """The report's answer: what each table of figures leads to, whichever figures they are."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe_cli.placement import Placement
-from smoe_cli.report.following import engines, evener, map_only, next_step, usual_ranks
+from smoe_cli.report.following import EVEN_NAME, engines, evener, map_only, next_step, usual_ranks
 from smoe_cli.report.gathering import Found, Measured, Placed
 from smoe_cli.report.verdict import ANSWERS, MORE_LOAD, THRESHOLDS, USES, verdict
 from smoe_profiles.artefact import Artefact
@@ -199,9 +201,11 @@ def test_copies_are_a_map_only(tmp_path):
     assert "copies" in map_only(copies)
 
 
-def test_ranks_of_unlike_size_fit_no_engine(tmp_path):
+def test_ranks_of_unlike_size_fit_no_engines_map_but_vllms_checkpoint(tmp_path):
     unequal = placed_folder(tmp_path, slots=range(8), ranks=3)
-    assert {one["takes"] for one in engines(unequal)} == {"no"}
+    takes = {one["engine"]: one["takes"] for one in engines(unequal)}
+    assert takes.pop("vLLM") == "checkpoint"
+    assert set(takes.values()) == {"no"}
     assert next_step(unequal, {"answer": "worth-it", "figures": []})["command"].startswith("smoe regroup ")
 
 
@@ -232,7 +236,7 @@ def test_a_placement_that_loses_by_its_busiest_rank_is_made_again_with_more_weig
 
 def test_more_weight_on_load_is_not_tried_twice(tmp_path):
     even = placed_folder(tmp_path, theta=0.5)
-    assert "--theta" not in next_step(even, verdict(even, BUSY))["command"]
+    assert f"--name {EVEN_NAME}" not in next_step(even, verdict(even, BUSY))["command"]
 
 
 def made_with(found, **parameters):
@@ -256,6 +260,93 @@ AGAIN = {
 def test_placing_again_dropped_the_goal_and_effort(found, made, words):
     judged = verdict(made_with(found, **made), BUSY)
     assert next_step(found, judged)["command"] == f"smoe cocluster {words} -C {found.folder}"
+
+
+GIVEN = {
+    "effort": "fast",
+    "mode": "dp-ep",
+    "hardware": "pcie",
+    "theta": 0.2,
+    "mu": 0.5,
+    "mix": [["law", 0.75], ["two words", 0.25]],
+}
+WORDS = "--effort fast --mode dp-ep --hardware pcie {}--mu 0.5 --mix law=0.75 --mix 'two words=0.25'"
+
+
+def test_steps_forgot_the_machine_and_the_weights_that_were_given(found):
+    made_with(found, **GIVEN)
+    more, copies, even = (
+        next_step(found, {"answer": "little", "figures": []}),
+        next_step(eight_ranks(found, **GIVEN), {"answer": "little", "figures": []}),
+        next_step(found, verdict(found, BUSY)),
+    )
+    kept = WORDS.format("--theta 0.2 ")
+    assert more["command"] == f"smoe cocluster --ep 8 {kept} -C {found.folder}"
+    assert copies["command"] == f"smoe cocluster --ep 8 --redundant 1 {kept} --name copies -C {found.folder}"
+    assert even["command"].startswith(f"smoe cocluster --ep 4 {WORDS.format('')} --theta 0.5 --name even ")
+
+
+def eight_ranks(found, **parameters):
+    """Eight experts on as many ranks, which cannot be doubled."""
+    return made_with(placed_folder(found.folder, slots=range(8), ranks=8), **parameters)
+
+
+def test_measuring_was_advised_on_another_machine_than_placing(found):
+    made_with(found, mode="dp-ep", hardware="my cluster")
+    found.placed, found.tables, found.measured = replace(found.placed, log=[]), SimpleNamespace(), None
+    step = next_step(found, verdict(found, None))
+    assert step["command"] == f"smoe evaluate --mode dp-ep --hardware FILE -C {found.folder}"
+    assert step["why"].endswith("FILE is the hardware model it was made for.")
+
+
+@pytest.mark.parametrize("name", ["placement-ep8-copies", "placement-ep8"])
+def test_a_step_named_a_placement_that_was_there(found, name):
+    (found.folder / name).mkdir()
+    asked = eight_ranks(found) if name.endswith("copies") else found
+    step = next_step(asked, {"answer": "little", "figures": []})
+    assert step["command"] == f"smoe report --placement {name} -C {found.folder}"
+
+
+def test_copies_were_advised_where_there_are_some_or_none_can_be(found):
+    copies = placed_folder(found.folder, slots=[*range(8), *range(8)], ranks=8)
+    for asked in (made_with(copies, redundant=1), eight_ranks(found, nodes=2)):
+        assert next_step(asked, {"answer": "little", "figures": []}) is None
+    time = next_step(eight_ranks(found, goal="time"), {"answer": "little", "figures": []})
+    assert "--goal" not in time["command"]
+
+
+def blocks_of(found, blocks, rows):
+    """Tables with validation blocks of so many rows, and no more of tables."""
+    start = np.arange(blocks + 1) * rows
+    found.tables = SimpleNamespace(samples=lambda _part: iter([SimpleNamespace(block_start=start)]))
+    return found
+
+
+def test_goal_time_unconfirmed_on_short_blocks_was_the_end_of_it(tmp_path):
+    asked = made_with(placed_folder(tmp_path, confirmed=False), goal="time", mode="dp-ep")
+    judged = verdict(blocks_of(asked, 8, 63), BUSY)
+    assert judged["answer"] == "nothing"
+    assert "goal time, on validation blocks of 63 rows" in judged["headline"]
+    step = next_step(asked, judged)["command"]
+    assert step == f"smoe cocluster --ep 4 --goal lar --mode dp-ep --name lar -C {tmp_path}"
+    assert "best left where they are" in verdict(blocks_of(asked, 8, 64), BUSY)["headline"]
+
+
+@pytest.mark.parametrize("measured", [states(60, 60, 60, 60), None])
+def test_seven_blocks_could_confirm_that_there_is_nothing_to_gain(tmp_path, measured):
+    few = blocks_of(placed_folder(tmp_path, confirmed=False), 7, 1)
+    judged = verdict(few, measured)
+    assert (judged["answer"], "too few validation rows" in judged["headline"]) == ("undecided", True)
+    assert next_step(few, judged)["command"] == "smoe profile --model M -C T"
+
+
+def test_worth_it_on_few_requests_was_said_like_any_other(found):
+    today, router, tokens = states(99, 99, 80, 99), states(99, 99, 99, 80), states(90, 99, 80, 99)
+    for count, words in ((8 * RANKS - 1, ", on few requests: "), (8 * RANKS, ": ")):
+        few_requests(found, count)
+        assert f"attention-DP (dp-ep){words}" in verdict(found, today)["headline"]
+        assert f"a request router{words}" in verdict(found, router)["headline"]
+        assert "few requests" not in verdict(found, tokens)["headline"]
 
 
 def test_an_evener_placement_that_is_there_was_made_again(found):
