@@ -13,7 +13,7 @@ from smoe_cli.hardware import SHIPPED
 from smoe_cli.placing.solve_options import KEPT, MACHINE, options_given
 from smoe_cli.report.gathering import Found, Placed
 from smoe_cli.report.states import BALANCER
-from smoe_cli.report.verdict import MORE_LOAD, judged_on
+from smoe_cli.report.verdict import MORE_LOAD, too_few_rows
 from smoe_cli.report.wording import FEW_REQUESTS, PLACED
 from smoe_profiles.choices import Level
 from smoe_profiles.families.config import MoeLayer
@@ -26,7 +26,7 @@ EVEN_NAME, EVEN_THETA = "even", 0.5
 """A weight of load (.1 by default) at which a placement of DeepSeek-V2-Lite was as even as a load balancer's."""
 
 AGAIN = tuple(name for name in KEPT if name != "method")
-"""Options that stay where other ranks, copies or another goal are tried: whatever the method, that is searched."""
+"""Options that stay where other ranks or copies are tried: whatever the method, that is searched."""
 
 BESIDE_COPIES = tuple(name for name in AGAIN if name not in ("redundant", "nodes"))
 
@@ -190,8 +190,7 @@ def _step(found: Found, judged: dict[str, Any]) -> Step | None:
         return _towards_evaluation(found)
     if found.placed is None:
         return Step(f"cocluster --ep {found.ranks}", "the placement that was measured is gone: makes it again.")
-    unconfirmed = judged_on(found)
-    if unconfirmed is not None and unconfirmed.scarce:
+    if too_few_rows(found):
         why = "records more text, in T, to place by: nothing could be confirmed on so few validation rows."
         known = found.model_name
         return Step(shlex.join(["profile", "--model", known or "M", "-C", "T"]), why if known else f"{why} {M_IS}")
@@ -206,9 +205,6 @@ def _step(found: Found, judged: dict[str, Any]) -> Step | None:
     if answer == "undecided" and all(figure["doubt"] in (None, FEW_REQUESTS) for figure in figures):
         why = "measures more requests: record or import them first, with --split heldout -C T, or give --requests."
         return Step(shlex.join(["evaluate", "--trace", "T/trace", *_machine(found)]), why, chosen=True)
-    if unconfirmed is not None and unconfirmed.short:
-        words = options_given(_made(found) | {"goal": "lar"}, AGAIN)
-        return _try(found, found.placed.placement.num_ranks, "lar", words, "another goal changes")
     busy = any(figure["load_imbalance"] > MORE_LOAD * figure["load_baseline"] for figure in figures)
     even = _even(found)
     if busy and answer != "nothing" and even is not None:

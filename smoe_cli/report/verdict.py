@@ -28,14 +28,12 @@ from smoe_cli.report.wording import (
     FEW_REQUESTS,
     PLACED,
     UNITS,
-    Unconfirmed,
     cautions,
     conditions_text,
     headline,
     sentence,
 )
 from smoe_profiles.table_rows import MIN_BLOCKS
-from smoe_solvers.choices import Goal
 
 Tree = dict[str, Any]
 
@@ -87,9 +85,6 @@ THRESHOLDS = (
     Threshold(ROWS, ROUTED, 1.15, "Without a time, 15 % fewer rows sent, for a router that has to be put in front."),
 )
 
-USUAL_BATCH = 1024
-"""Tokens in a batch of smoe evaluate, where it has not measured yet."""
-
 LEAST = 1e-9
 """Stands for no rows at all, so that a ratio of them is a number."""
 
@@ -121,12 +116,12 @@ def verdict(found: Found, states: Tree | None) -> Tree:
     conditions = _conditions(found)
     few = conditions is not None and conditions["requests"]["count"] < conditions["ranks"]
     figures = _figures(states, basis, few) if states and basis else []
-    unconfirmed = judged_on(found)
-    answer = _answer(unconfirmed, figures)
+    scarce = too_few_rows(found)
+    answer = _answer(found, scarce, figures)
     fixed = basis == TIME and states is not None and _fixed_cost(states)
     return {
         "answer": answer,
-        "headline": headline(answer, figures, fixed, conditions, unconfirmed),
+        "headline": headline(answer, figures, fixed, conditions, scarce),
         "reasons": [sentence(figure) for figure in figures],
         "cautions": cautions(states, basis, conditions, fixed) if states and basis and conditions else [],
         "basis": basis,
@@ -205,25 +200,23 @@ def _figure(states: Tree, use: Use, basis: str, at_least: float, few: bool) -> T
     }
 
 
-def judged_on(found: Found) -> Unconfirmed | None:
-    """What a placement's gain was judged on, where it was not confirmed."""
-    if found.placed is None or found.placed.artefact.parameters.get("confirmed") is not False:
-        return None
-    facts = block_facts(found.tables) if found.tables else {}
-    rows = facts.get("validation_block_rows")
+def too_few_rows(found: Found) -> bool:
+    """Whether a placement's gain was not confirmed for want of validation blocks."""
+    if not _unconfirmed(found) or found.placed is None:
+        return False
+    blocks = block_facts(found.tables)["validation_blocks"] if found.tables else math.inf
     errors = [line.get("validation_two_standard_errors", 0.0) for line in found.placed.log or []]
-    batch = found.measured.context["batch"] if found.measured else USUAL_BATCH
-    return Unconfirmed(
-        rows,
-        scarce=None in errors or facts.get("validation_blocks", math.inf) < MIN_BLOCKS["validation"],
-        short=found.placed.artefact.parameters.get("goal") == Goal.TIME and rows is not None and rows < batch,
-    )
+    return None in errors or blocks < MIN_BLOCKS["validation"]
 
 
-def _answer(unconfirmed: Unconfirmed | None, figures: Sequence[Tree]) -> str:
+def _unconfirmed(found: Found) -> bool:
+    return found.placed is not None and found.placed.artefact.parameters.get("confirmed") is False
+
+
+def _answer(found: Found, scarce: bool, figures: Sequence[Tree]) -> str:
     reached = {figure["use"] for figure in figures if figure["reached"]}
-    if unconfirmed is not None:
-        return "undecided" if unconfirmed.scarce else "nothing"
+    if _unconfirmed(found):
+        return "undecided" if scarce else "nothing"
     if not figures:
         return "unmeasured"
     if PLACED in reached:

@@ -48,25 +48,15 @@ FEW_BATCHES, FEW_ROUNDS = 4, 8
 """Fewer batches, or rounds of one request a rank, than these are said to be few."""
 
 
-class Unconfirmed(NamedTuple):
-    """What a gain that validation did not confirm was judged on. rows: of a block, None where that is not known.
-
-    scarce: too few blocks to confirm anything. short: goal `time` on blocks of fewer rows than a batch that is run.
-    """
-
-    rows: int | None
-    scarce: bool
-    short: bool
-
-
 def headline(
     answer: str,
     figures: Sequence[Tree],
     fixed: bool,
     conditions: Tree | None = None,
-    unconfirmed: Unconfirmed | None = None,
+    scarce: bool = False,
 ) -> str:
-    """The answer in one sentence. fixed: whether every predicted time is fixed cost."""
+    """The answer in one sentence. fixed: whether every predicted time is fixed cost; scarce: whether validation rows
+    were too few."""
     reached = [figure for figure in figures if figure["reached"]]
     match answer:
         case "unmeasured":
@@ -79,15 +69,10 @@ def headline(
             best = max(reached, key=lambda one: one["speedup"])
             needs = " or ".join(dict.fromkeys(one["needs"] for one in reached))
             return f"Worth it only with {needs}{_rests(reached, conditions)}: {_less(best)}."
-        case "undecided" if unconfirmed:
+        case "undecided" if scarce:
             return "Undecided: too few validation rows to confirm any gain, so that experts were left where they are."
         case "undecided":
             return _undecided([figure for figure in figures if figure["undecided"]])
-        case "nothing" if unconfirmed and unconfirmed.short:
-            return (
-                f"Nothing to gain was confirmed for goal time, on validation blocks of {unconfirmed.rows:,} rows: "
-                "another goal, such as --goal lar, may still gain."
-            )
         case "nothing":
             return "Nothing to gain from placing experts: they are best left where they are."
     if fixed:

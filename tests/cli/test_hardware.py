@@ -2,16 +2,22 @@
 
 import json
 import re
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from smoe_cli.evaluation.pricing import Pricing
 from smoe_cli.hardware import SHIPPED, LayerShape, layer_shape, load_hardware
 from smoe_cli.placement import read_placement
 from smoe_profiles.artefact import open_artefact
 from smoe_profiles.errors import InputError
+from smoe_profiles.models import find_model
+from smoe_profiles.tables import open_tables
 from smoe_profiles.trace import open_trace
 from smoe_solvers.choices import Mode
+from smoe_solvers.figures import Figures
 from smoe_solvers.hierarchy import CROSS_NODE
 from smoe_solvers.layer_time import Stage
 from tests.conftest import smoe
@@ -182,6 +188,33 @@ def test_goal_time_predicts_microseconds_and_is_not_slower_than_other_goals_on_t
         reached = {stage["name"]: stage["objective"] for stage in layer["stages"]}
         assert reached["descent by time"] <= reached["other goals"] < reached["contiguous"]
         assert reached["descent by time"] == layer["objective"]
+
+
+def test_validation_blocks_of_few_rows_are_priced_as_batches_of_1024(place, bytes_alone, tabled):
+    """Goal time found nothing to gain on a short trace, whose blocks' time was all fixed cost."""
+    document, _ = place("priced", "--mode", "dp-ep", "--hardware", bytes_alone)
+    row_bytes, times = 2 * find_model("tiny-mixtral", download=False).spec.hidden_size, []
+    for sample in open_tables(tabled / "smoe-out/tables").samples("validation"):
+        for start, stop in pairwise(sample.block_start):
+            rows, sent, received = stop - start, [0] * 4, [0] * 4
+            for place_in_block, experts in enumerate(sample.experts[start:stop]):
+                home = place_in_block // -(-rows // 4)
+                for rank in {int(expert) // 2 for expert in experts} - {home}:
+                    sent[home] += 1
+                    received[rank] += 1
+            wire = max(sent + received) * row_bytes * 1024 / rows
+            times.append(2 * (1e-3 + (wire - 1) * (1.0 - 1e-3) / (1_000_000 - 1)) * 1e6)
+            assert rows < 1024
+    assert document["validation_microseconds"]["contiguous"] == pytest.approx(np.mean(times))
+
+
+def test_attention_dp_is_priced_by_each_rounds_busiest_rank_not_by_all_requests_together():
+    cost = load_hardware("nvlink-h200").layer_cost(Mode.DP_EP, 4, V2_LITE)
+    names = [field.name for field in fields(Figures)]
+    figures = replace(Figures(**dict.fromkeys(names, 1.0)), load_imbalance=1.1, load_imbalance_batch=1.5)
+    found = Pricing({Mode.DP_EP: cost}, 2048, 6, 1024).requests(figures)
+    busiest = cost.exchange(1024 / 4) + 1.5 * 6 * 1024 / 4 * (6 * 2048 * 1408 / cost.flop_rate)
+    assert found["microseconds"]["dp-ep"] == pytest.approx(float(busiest) * 1e6)
 
 
 def test_rows_travel_less_in_a_placement_that_knows_nodes(place, tabled):

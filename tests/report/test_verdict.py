@@ -322,16 +322,6 @@ def blocks_of(found, blocks, rows):
     return found
 
 
-def test_goal_time_unconfirmed_on_short_blocks_was_the_end_of_it(tmp_path):
-    asked = made_with(placed_folder(tmp_path, confirmed=False), goal="time", mode="dp-ep")
-    judged = verdict(blocks_of(asked, 8, 63), BUSY)
-    assert judged["answer"] == "nothing"
-    assert "goal time, on validation blocks of 63 rows" in judged["headline"]
-    step = next_step(asked, judged)["command"]
-    assert step == f"smoe cocluster --ep 4 --goal lar --mode dp-ep --name lar -C {tmp_path}"
-    assert "best left where they are" in verdict(blocks_of(asked, 8, 64), BUSY)["headline"]
-
-
 @pytest.mark.parametrize("measured", [states(60, 60, 60, 60), None])
 def test_seven_blocks_could_confirm_that_there_is_nothing_to_gain(tmp_path, measured):
     few = blocks_of(placed_folder(tmp_path, confirmed=False), 7, 1)
