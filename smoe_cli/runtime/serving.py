@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group: its functions keep the group of their import, which then is never closed
 
 from smoe_cli.runtime.collectives import CollectiveExchange
 from smoe_cli.runtime.exchange import Exchange
