@@ -139,6 +139,10 @@ def _show(common: Common, document: dict[str, Any]) -> None:
     if document["level"] == "token" and not document["has_token_ids"]:
         key = " (--tokens names their key)" if document["format"] == ImportFormat.NPZ else ""
         common.console.line(f"no token ids in it{key}: experts can be placed, but no token foretells its experts")
+    elif document.get("unknown_token_ids"):
+        common.console.line(
+            f"without a token id: {document['unknown_token_ids']:,}, which count for placing, not for predicting"
+        )
     for reason, count in rejected.items():
         common.console.line(f"rejected, {reason}: {count:,}")
     for note in document["notes"]:

@@ -27,6 +27,7 @@ def verify(
     """Prove that what regroup wrote is the same model. Every byte, every layer's routing, the logits and the text."""
     from smoe_cli.errors import CheckFailedError, UsageError
     from smoe_cli.folder import choose_placement, has_heldout_rows
+    from smoe_cli.placing.solve_options import MACHINE, as_asked, options_given
     from smoe_cli.verifying import verify_model
 
     if tensors_only and layers is not None:
@@ -43,7 +44,8 @@ def verify(
         console=common.console,
     )
     elsewhere = () if has_heldout_rows(common.dir) else ("--trace", "OTHER/trace")
-    following = common.next("evaluate", "--placement", chosen.path.name, *elsewhere)
+    machine = options_given(as_asked(chosen.parameters), MACHINE)
+    following = common.next("evaluate", "--placement", chosen.path.name, *elsewhere, *machine)
     if document["passed"]:
         common.console.result(document, lambda: common.console.line(_summary(document)), following)
         return

@@ -1,5 +1,6 @@
 """What smoe import --as placement and smoe inspect FILE do: an engine's placement, checked, and made an artefact."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,16 @@ def import_placement(
 
 
 def _selected(path: Path, layers: ModelLayers | None, *, every_row: bool = False) -> EngineMap:
-    """The rows of the MoE layers. every_row: where a file names its layers, all of them, whatever `layers` says."""
+    """The rows of the MoE layers. every_row: where a file names its layers, all of them, whatever `layers` says; where
+    its rows are all decoder layers, all those of a model that is not known: any may have experts.
+    """
     found = read_engine_map(path)
+    if every_row and found.layer_ids is not None:
+        layers = None
+    elif every_row and layers is not None and layers.family == UNKNOWN_FAMILY and found.every_layer:
+        layers = replace(layers, moe=tuple(range(layers.hidden)))
     try:
-        return select_layers(found, None if every_row and found.layer_ids is not None else layers)
+        return select_layers(found, layers)
     except ValueError as error:
         raise InputError(f"{path}: {error}; name the model with --model.") from error
 

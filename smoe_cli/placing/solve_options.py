@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from smoe_cli.errors import UsageError
+from smoe_cli.hardware import SHIPPED
 from smoe_profiles.errors import ImpossibleError
 from smoe_solvers.choices import Effort, Goal, Method, Mode
 from smoe_solvers.hierarchy import Links
@@ -72,6 +73,15 @@ KEPT: dict[str, Any] = {
 
 MACHINE = ("mode", "hardware")
 """Those that smoe evaluate takes too: what layer times are predicted for."""
+
+FILE = "FILE"
+"""Stands for a hardware model that is not shipped: a placement knows its name, not its file."""
+
+
+def as_asked(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters in a placement's manifest, their hardware as --hardware takes it."""
+    known = made.get("hardware", KEPT["hardware"]) in SHIPPED
+    return dict(made) if known else {**made, "hardware": FILE}
 
 
 def options_given(made: Mapping[str, Any], names: Iterable[str] = KEPT) -> list[str]:

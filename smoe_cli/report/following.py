@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from smoe_cli.checkpoint.layouts import blocking_layer
 from smoe_cli.folder import CHECKPOINT, TRACE, placement_path, sibling, step_after_trace
-from smoe_cli.hardware import SHIPPED
-from smoe_cli.placing.solve_options import KEPT, MACHINE, options_given
+from smoe_cli.placing.solve_options import FILE, KEPT, MACHINE, as_asked, options_given
 from smoe_cli.report.gathering import Found, Placed
 from smoe_cli.report.states import BALANCER
 from smoe_cli.report.verdict import MORE_LOAD, too_few_rows
@@ -31,9 +30,6 @@ AGAIN = tuple(name for name in KEPT if name != "method")
 BESIDE_COPIES = tuple(name for name in AGAIN if name not in ("redundant", "nodes"))
 
 M_IS = "M is your model."
-
-FILE = "FILE"
-"""Stands for a hardware model that is not shipped: a placement knows its name, not its file."""
 
 WEIGHING_LOAD = (Goal.BLEND, Goal.LAR, Goal.ILP)
 """Goals in which --theta says how much even load weighs."""
@@ -172,8 +168,7 @@ def _even(found: Found) -> list[str] | None:
 
 def _made(found: Found) -> dict[str, Any]:
     """What the placement was made with, its hardware as --hardware takes it."""
-    made = found.placed.artefact.parameters if found.placed else {}
-    return made if made.get("hardware", KEPT["hardware"]) in SHIPPED else made | {"hardware": FILE}
+    return as_asked(found.placed.artefact.parameters if found.placed else {})
 
 
 def _place(found: Found, ranks: int, name: str | None, words: list[str]) -> list[str]:
@@ -238,7 +233,7 @@ def _machine(found: Found) -> list[str]:
     made = _made(found)
     hardware = found.measured.context.get("hardware") if found.measured else None
     if hardware:
-        made = made | {"hardware": hardware if hardware in SHIPPED else FILE}
+        made = as_asked(made | {"hardware": hardware})
     return options_given(made, MACHINE)
 
 

@@ -62,6 +62,15 @@ def test_the_document_says_what_was_found(smoe, tmp_path):
     assert manifest(tmp_path / "a")["model"]["router_sha256"] is None
 
 
+def test_rows_without_a_token_id_among_others_were_not_told(smoe, tmp_path):
+    tokens = np.arange(600) % 50
+    tokens[::3] = -1
+    ids = np.tile(np.arange(8).reshape(1, 4, 2), (1, 150, 1))
+    np.savez(tmp_path / "some.npz", ids=ids, tokens=tokens)
+    assert "without a token id: 200, which count for placing, not for predicting\n" in smoe("import", "some.npz")[0]
+    assert "without a token id" not in smoe("import", ROUTING, "-C", "all")[0]
+
+
 def test_the_same_file_gives_the_same_bytes(smoe, tmp_path):
     for name in ("a", "b"):
         smoe("import", ROUTING, "-C", name)

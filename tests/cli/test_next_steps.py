@@ -51,6 +51,15 @@ def test_verify_leads_to_held_out_rows_that_are_there(work, model, prompts):
     assert after_verify()[3:5] == ["--trace", "OTHER/trace"]
 
 
+def test_verify_led_to_times_of_another_machine_than_placing(work):
+    placing = ("cocluster", "--ep", "4", "--method", "contiguous", "--jobs", "1", "--mode", "dp-ep", "--name", "flat")
+    smoe(*placing, "--hardware", "pcie", "-C", work, cwd=work)
+    named = ["--placement", "placement-ep4-flat"]
+    smoe("regroup", *named, "-C", work, cwd=work)
+    said = smoe("verify", "--tensors-only", *named, "-C", work, cwd=work)
+    assert next_step(said.err) == ["evaluate", *named, "--mode", "dp-ep", "--hardware", "pcie", "-C", str(work)]
+
+
 def test_the_report_sent_held_out_rows_alone_to_build_tables(held):
     folder, said = held
     assert next_step(smoe("report", "-C", "other", cwd=folder).err) == next_step(said.err)

@@ -107,6 +107,20 @@ def test_rows_of_layers_that_an_unknown_models_tables_do_not_have_were_dropped_i
     assert "no counts of them: 1 layers" in smoe(*imported, cwd=tmp_path).err
 
 
+def test_sglangs_rows_of_layers_that_an_unknown_models_tables_do_not_have_were_dropped_in_silence(tmp_path):
+    smoe("import", routed(tmp_path, "some", 3, rows=800, layers=2), "--layer-ids", "0,2", cwd=tmp_path)
+    smoe("build-tables", cwd=tmp_path)
+    plain, moved = list(range(8)), [7, 1, 2, 3, 4, 5, 6, 0]
+    path, imported = tmp_path / "map.json", ("import", "map.json", "--as", "placement", "--ep", 2)
+    path.write_text(json.dumps({"physical_to_logical_map": [plain, moved, plain]}))
+    assert "moves experts of layer 1" in smoe(*imported, cwd=tmp_path, code=3).err
+    path.write_text(json.dumps({"physical_to_logical_map": [moved, plain, moved]}))
+    assert "no counts of them: 1 layers" in smoe(*imported, cwd=tmp_path).err
+    placement = read_placement(open_artefact(tmp_path / "smoe-out" / "placement-ep2", "placement"))
+    assert placement.layer_ids == (0, 2)
+    assert placement.physical_to_logical.tolist() == [moved, moved]
+
+
 def test_a_placement_without_a_model_was_told_to_be_damaged(tmp_path):
     np.savez(tmp_path / "map.npz", expert_to_rank=np.array([[0, 1, 0, 1]]), layer_ids=[3])
     smoe("import", "map.npz", "--as", "placement", cwd=tmp_path)
