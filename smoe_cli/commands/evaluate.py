@@ -127,6 +127,9 @@ def show(console: Console, document: dict[str, Any], mode: Mode, notes: Sequence
         show_tokens(console, document)
     else:
         show_states(console, document, mode)
+    if "travel" in document and mode is not Mode.DP_EP:
+        _show_links(console, document, mode)
+    if mode not in SHUFFLING:
         return
     _show_travel(console, document)
     for note in notes:
@@ -182,6 +185,17 @@ def _show_travel(console: Console, document: dict[str, Any]) -> None:
         f"rows between ranks in all exchanges of a layer, a token: {plain:.2f} as it is,\n"
         f"{speculative:.2f} speculative ({first}); dp-ep {unrouted:.2f}, {routed:.2f} with requests routed"
     )
+
+
+def _show_links(console: Console, document: dict[str, Any], mode: Mode) -> None:
+    """What the dispatch of tokens travels, where the placement was made for ranks that are not equally far apart."""
+    total, first = document["travel"]["total"], document["context"]["predictors"][0]
+    what = "crossing" if "crossing" in total["placed"]["none"] else "travel"
+    told = "rows to other nodes" if what == "crossing" else "cost of rows to other ranks, in units of the least"
+    figures = [f"{total[state]['none'][what]:.3f} {state}" for state in ("contiguous", "load-balanced", "placed")]
+    if mode is Mode.SPECULATIVE:
+        figures.append(f"{total['placed+shuffled'][first][what]:.3f} placed+shuffled ({first})")
+    console.line(f"{told}, a token: {', '.join(figures)}")
 
 
 def show_states(console: Console, document: dict[str, Any], mode: Mode = Mode.SPECULATIVE) -> None:

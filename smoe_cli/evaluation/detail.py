@@ -24,9 +24,9 @@ def layer_detail(
     return {
         "expert_load": np.bincount(experts.reshape(-1), minlength=num_experts)[:num_experts].tolist(),
         "rank_load": {
-            shuffle.state: _served(shuffle).sum(axis=0).tolist() for shuffle in told if shuffle.scores is None
+            shuffle.state: served(shuffle).sum(axis=0).tolist() for shuffle in told if shuffle.scores is None
         },
-        "pairs": {shuffle.state: rank_pairs(_served(shuffle), _home(shuffle)).tolist() for shuffle in told},
+        "pairs": {shuffle.state: rank_pairs(served(shuffle), home(shuffle)).tolist() for shuffle in told},
         "reliability": {
             shuffle.predictor: reliability(shuffle.scores, shuffle.counts, top_k)
             for shuffle in shuffles
@@ -59,9 +59,11 @@ def reliability(scores: npt.NDArray[np.uint8], counts: npt.NDArray[np.integer], 
     return [[float(said[i] / size[i]), float(held[i] / size[i]), int(size[i])] for i in full]
 
 
-def _home(shuffle: Shuffle) -> npt.NDArray[np.int32]:
+def home(shuffle: Shuffle) -> npt.NDArray[np.int32]:
+    """Each row's rank by the served rule, [N]."""
     return shuffle.homes[Assignment.RULE.value]
 
 
-def _served(shuffle: Shuffle) -> npt.NDArray[np.integer]:
-    return shuffle.copies.served(_home(shuffle)) if shuffle.copies else shuffle.counts
+def served(shuffle: Shuffle) -> npt.NDArray[np.integer]:
+    """Activations that each rank serves of a row, [N, G]."""
+    return shuffle.copies.served(home(shuffle)) if shuffle.copies else shuffle.counts

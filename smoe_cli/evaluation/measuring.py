@@ -39,10 +39,12 @@ from smoe_cli.evaluation.requests import (
     request_document,
     requests_in_turn,
 )
+from smoe_cli.evaluation.travel import layer_travel
 from smoe_cli.folder import EVALUATION, sibling
 from smoe_cli.hardware import Hardware
 from smoe_cli.placement import Placement, contiguous_placement, layer_predictors, read_placement, read_runtime
 from smoe_cli.placing.contraction import contract_tables
+from smoe_cli.placing.solve_options import links_of
 from smoe_profiles.artefact import Artefact, publish, require_parent
 from smoe_profiles.errors import ImpossibleError, InputError, SmoeError
 from smoe_profiles.gates import GateRecord, GateRows, gate_record
@@ -52,6 +54,7 @@ from smoe_profiles.trace import ExpertIds, Trace, TraceLayer
 from smoe_solvers.choices import Assignment, Predictor
 from smoe_solvers.expert_prediction import score_rows
 from smoe_solvers.figures import Figures, home_by_scores, home_without_shuffle, measure
+from smoe_solvers.hierarchy import Links
 from smoe_solvers.methods.load import balance_load
 from smoe_solvers.predictors import (
     Context,
@@ -307,17 +310,19 @@ def _hidden_size(trace: Trace) -> int | None:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """What is gathered layer by layer, and the document it makes."""
+    """What is gathered layer by layer, and the document it makes. links: None where all ranks are equally far apart."""
 
     partitions: dict[str, Grouping]
     pricing: Pricing
     shown: Predictor
     sums: dict[str, RequestSums]
+    links: Links | None
     layers: dict[str, Any] = field(default_factory=dict)
     balanced: dict[str, Any] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    travel: dict[str, Any] = field(default_factory=dict)
 
     def add(self, run: LayerRun, experts: dict[str, Any]) -> None:
         name, layer = str(run.layer.id), run.layer
@@ -325,6 +330,8 @@ class _Gathering:
         self.balanced[name] = balanced_document(run, self.pricing)
         self.detail[name] = layer_detail(run.experts, layer.num_experts, layer.top_k, run.shuffles, self.shown)
         self.experts[name] = experts
+        if self.links is not None:
+            self.travel[name] = layer_travel([*run.shuffles, run.balanced], self.links)
         for key, partition in self.partitions.items():
             self.groups.setdefault(key, {})[name] = group_layer(partition, run.shuffles)
         for placement, sums in self.sums.items():
@@ -336,6 +343,8 @@ class _Gathering:
         names = list(self.layers)
         sums = {name: sums for name, sums in self.sums.items() if name != BALANCED}
         balanced = requests_in_turn(self.sums[BALANCED], names, self.pricing)
+        if self.travel:
+            by_group["travel"] = {"total": mean_tree(list(self.travel.values())), "layers": self.travel}
         return by_group | {
             "total": mean_tree(list(self.layers.values())),
             "layers": self.layers,
@@ -384,6 +393,7 @@ def measure_placement(
         pricing,
         predictors[0],
         {name: RequestSums(requests) for name in (*SHUFFLED, BALANCED)},
+        links_of(chosen.parameters),
     )
     context = {
         "trace": trace.artefact.id,

@@ -51,10 +51,7 @@ class SolveOptions:
 
     @property
     def links(self) -> Links | None:
-        """None where all ranks are equally far apart."""
-        if self.rank_cost is not None:
-            return Links.of_cost(np.array(self.rank_cost, np.float64), self.ep)
-        return Links.of_nodes(self.ep, self.nodes) if self.nodes > 1 else None
+        return links_of(vars(self))
 
 
 KEPT: dict[str, Any] = {
@@ -96,6 +93,13 @@ def options_given(made: Mapping[str, Any], names: Iterable[str] = KEPT) -> list[
             values = [f"{source}={share}" for source, share in value] if name == "mix" else [str(value)]
             words += [word for one in values for word in (f"--{name}", one)]
     return words
+
+
+def links_of(made: Mapping[str, Any]) -> Links | None:
+    """How far ranks are apart, None where all are equally. made: as of `options_given`."""
+    if made.get("rank_cost") is not None:
+        return Links.of_cost(np.array(made["rank_cost"], np.float64), made["ep"])
+    return Links.of_nodes(made["ep"], made["nodes"]) if made.get("nodes", 1) > 1 else None
 
 
 def check_options(options: SolveOptions, *, compare: bool) -> None:

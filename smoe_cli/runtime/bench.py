@@ -36,7 +36,7 @@ from smoe_cli.runtime.workload import CONTIGUOUS, Workload, load_workload
 TOKENS = (64, 256, 1024, 4096, 16384)
 ELEMENT_BYTES = 2
 LAYER_CALLS = 2
-"""Whole layers between two readings; they are long enough."""
+"""Whole layers between two readings at most; they are long enough."""
 
 SWITCHES = ("NCCL_", "TORCH_SYMM_MEM_")
 """How names of environment variables begin that change how ranks reach each other."""
@@ -124,10 +124,11 @@ def prepare_case(
     if batch.scores is not None:
         works["plan"] = clock.prepare(planning(batch.scores, exchange.num_ranks), calls, capture)
     if experts is not None and not case.library:
-        works["layer"] = clock.prepare(whole_layer(case, batch, exchange, experts), LAYER_CALLS, capture)
+        few = min(calls, LAYER_CALLS)
+        works["layer"] = clock.prepare(whole_layer(case, batch, exchange, experts), few, capture)
         if case.mode == SHUFFLING:
             attended = attended_layers(batch, exchange, experts)
-            works |= {ATTENDED + name: clock.prepare(once, LAYER_CALLS, capture) for name, once in attended.items()}
+            works |= {ATTENDED + name: clock.prepare(once, few, capture) for name, once in attended.items()}
     facts = {
         "case": case.name,
         **asdict(case),
