@@ -15,6 +15,7 @@ from smoe_profiles.errors import InputError
 from smoe_profiles.gates import GateRecord
 from smoe_profiles.tables import Counts, load_arrays
 from smoe_profiles.trace import ExpertIds, Trace
+from smoe_solvers.choices import Assignment
 from smoe_solvers.expert_prediction import SetScores, hottest_sets, mean_by_type, top_k_hits
 from smoe_solvers.figures import Figures, measure_groups
 from smoe_solvers.redundancy import Copies
@@ -60,6 +61,10 @@ class Shuffle:
     scores: npt.NDArray[np.uint8] | None
     homes: dict[str, npt.NDArray[np.int32]]
     copies: Copies | None = None
+
+    def served(self, how: str = Assignment.RULE.value) -> npt.NDArray[np.integer]:
+        """Activations that each rank serves of a row, [N, G], with homes by this assignment."""
+        return self.copies.served(self.homes[how]) if self.copies else self.counts
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ def layer_detail(
     return {
         "expert_load": np.bincount(experts.reshape(-1), minlength=num_experts)[:num_experts].tolist(),
         "rank_load": {
-            shuffle.state: served(shuffle).sum(axis=0).tolist() for shuffle in told if shuffle.scores is None
+            shuffle.state: shuffle.served().sum(axis=0).tolist() for shuffle in told if shuffle.scores is None
         },
-        "pairs": {shuffle.state: rank_pairs(served(shuffle), home(shuffle)).tolist() for shuffle in told},
+        "pairs": {shuffle.state: rank_pairs(shuffle).tolist() for shuffle in told},
         "reliability": {
             shuffle.predictor: reliability(shuffle.scores, shuffle.counts, top_k)
             for shuffle in shuffles
@@ -35,14 +35,12 @@ def layer_detail(
     }
 
 
-def rank_pairs(served: npt.NDArray[np.integer], home: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Rows that a de-duplicating dispatch sends from rank to rank, [G, G]; the diagonal is rows that find work at home.
-
-    served: [N, G] activations that each rank serves; home: [N].
+def rank_pairs(shuffle: Shuffle) -> npt.NDArray[np.int64]:
+    """Rows that a de-duplicating dispatch sends from rank to rank by the served rule, [G, G]; the diagonal is rows
+    that find work at home.
     """
-    needed = served > 0
-    ranks = served.shape[1]
-    return np.stack([needed[home == rank].sum(axis=0) for rank in range(ranks)]).astype(np.int64)
+    needed, home = shuffle.served() > 0, shuffle.homes[Assignment.RULE.value]
+    return np.stack([needed[home == rank].sum(axis=0) for rank in range(needed.shape[1])]).astype(np.int64)
 
 
 def reliability(scores: npt.NDArray[np.uint8], counts: npt.NDArray[np.integer], top_k: int) -> list[list[float]]:
@@ -57,13 +55,3 @@ def reliability(scores: npt.NDArray[np.uint8], counts: npt.NDArray[np.integer], 
     )
     full = np.flatnonzero(size)
     return [[float(said[i] / size[i]), float(held[i] / size[i]), int(size[i])] for i in full]
-
-
-def home(shuffle: Shuffle) -> npt.NDArray[np.int32]:
-    """Each row's rank by the served rule, [N]."""
-    return shuffle.homes[Assignment.RULE.value]
-
-
-def served(shuffle: Shuffle) -> npt.NDArray[np.integer]:
-    """Activations that each rank serves of a row, [N, G]."""
-    return shuffle.copies.served(home(shuffle)) if shuffle.copies else shuffle.counts

@@ -45,8 +45,7 @@ class Pricing:
             return {}
         home, rows = shuffle.homes[how], len(shuffle.counts)
         block_start = np.array([*(part.start for part in batches(rows, self.batch)), rows], np.int64)
-        served = shuffle.copies.served(home) if shuffle.copies else shuffle.counts
-        traffic = count_traffic(served, home, block_start)
+        traffic = count_traffic(shuffle.served(how), home, block_start)
         ways = UNSHUFFLED if shuffle.scores is None else (Mode.SPECULATIVE,)
         return {way: float(np.average(self.costs[way].seconds(traffic), weights=traffic.rows)) * 1e6 for way in ways}
 

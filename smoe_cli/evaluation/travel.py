@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smoe_cli.evaluation.breakdown import Shuffle
-from smoe_cli.evaluation.detail import home, rank_pairs, served
+from smoe_cli.evaluation.detail import rank_pairs
 from smoe_solvers.hierarchy import Links
 
 
@@ -23,7 +23,7 @@ def layer_travel(shuffles: Sequence[Shuffle], links: Links) -> dict[str, dict[st
         weight["crossing"] = (node[:, None] != node[None, :]).astype(np.float64)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for shuffle in shuffles:
-        pairs = rank_pairs(served(shuffle), home(shuffle))
+        pairs = rank_pairs(shuffle)
         figures = {name: float((pairs * each).sum() / len(shuffle.counts)) for name, each in weight.items()}
         found.setdefault(shuffle.state, {})[shuffle.predictor] = figures
     return found

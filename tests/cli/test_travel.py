@@ -60,7 +60,8 @@ def test_rows_between_nodes_are_those_counted_by_hand(work):
         assert figures["travel"] == pytest.approx(travel_by_hand(trace, where, NODES, 256))
         assert figures["crossing"] == pytest.approx(travel_by_hand(trace, where, crossing, 256))
     assert total["placed"]["none"]["crossing"] < total["contiguous"]["none"]["crossing"]
-    for state, by_predictor in document["total"].items():
+    balanced = {"load-balanced": {"none": {"rule": document["load_balancer"]["total"]}}}
+    for state, by_predictor in (document["total"] | balanced).items():
         for predictor, figures in by_predictor.items():  # a row inside a node costs 1, a row to another 8
             found = total[state][predictor]
             assert found["travel"] - 7 * found["crossing"] == pytest.approx(figures["rule"]["remote_fanout"])
