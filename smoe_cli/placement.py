@@ -27,7 +27,7 @@ PLACEMENT_FILE = "placement.parquet"
 PLACEMENT_SCHEMA = pa.schema(
     [pa.field(name, pa.uint16(), nullable=False) for name in ("layer", "physical", "logical", "rank")]
 )
-ASSIGNMENT_RULE = "prices+moves/1"
+ASSIGNMENT_RULE = "prices+moves/2"
 
 UInt8Array = npt.NDArray[np.uint8]
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from smoe_cli.runtime.exchange import Plan
 
-COARSE_ROUNDS = 8
-FINE_ROUNDS = 24
+ROUNDS = 18
+FIRST_STEP = 40
+SMALLER = 13
+NARROWEST = 4
 UNIT = 256
-FIRST_STEP = 2 * UNIT
-LAST_STEP = UNIT // 64
-COSTS = 4096
-LEVELS = 256
+LEVELS = 8
+COSTS = 256
 """The constants of the rule; a test holds them against smoe_solvers."""
 
 LOWEST = -(1 << 24)
@@ -102,6 +102,13 @@ def mixed_bits(number: Integers) -> Integers:
     return ((low * 30011) & 0xFFFF) >> 8
 
 
+def noise_of(position: Tensor, rank: Tensor) -> Tensor:
+    """A token's noise on a rank, int32; arguments int64, to be broadcast."""
+    bits = ((2 * position + rank // 4 + 1) * 0x1E3779B1) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 16) * 0x05EBCA6B) & 0xFFFFFFFF
+    return (((bits ^ bits >> 16) >> (8 * (rank % 4))) & 255).int()
+
+
 def row_of_run(run: Integers, chunk: int, chunks: int) -> Integers:
     """The row that a chunk has of the run-th run of `chunks` rows: each chunk one, in an order that changes."""
     return run * chunks + (chunk - mixed_bits(run * 40503)) % chunks
@@ -114,43 +121,28 @@ def chunk_quota(chunk: int, chunks: int, quota: int) -> int:
 
 def _assign_chunk(scores: Tensor, quota: int) -> Tensor:
     """The rank of every token, [N] int64. scores: [N, G] int32."""
-    tokens, ranks = scores.shape
-    value = scores * (UNIT if ranks > 2 else 1)
-    if ranks > 2:
-        position = torch.arange(tokens, dtype=torch.int32, device=scores.device)[:, None]
-        rank = torch.arange(ranks, dtype=torch.int32, device=scores.device)
-        noise = mixed_bits(position * 40503 + rank * 24593)
-        value = value + noise
-        value = value - _balancing_prices(value, noise, quota)
+    ranks = scores.shape[1]
+    value = _balanced(scores, quota) if ranks > 2 else scores
     home = value.argmax(dim=1)
     for _ in range(ranks if ranks > 1 else 0):
         home = _move_beyond(value, home, quota)
     return home
 
 
-def _balancing_prices(value: Tensor, noise: Tensor, quota: int) -> Tensor:
-    """Prices [G] at which few tokens are beyond the quota. value, noise: [N, G] int32."""
-    ranks = value.shape[1]
-    price = torch.zeros(ranks, dtype=torch.int32, device=value.device)
-    for r in range(COARSE_ROUNDS):
-        width = 1 << (COARSE_ROUNDS - 1 - r)
-        load = _loads((value + (width - 1) * noise - price).argmax(dim=1), ranks)
-        filled = load.clamp(max=2 * quota) * ((1 << 20) // quota) >> 10
-        change = (width * UNIT // 2 * filled >> 10) - width * UNIT // 2
-        price = price + torch.where(load.max() > quota, change, 0)
-    step, before = torch.full_like(price, FIRST_STEP), torch.zeros_like(price)
-    best, fewest = price, torch.full_like(price[0], len(value) + 1)
-    for _ in range(FINE_ROUNDS):
-        load = _loads((value - price).argmax(dim=1), ranks)
-        beyond = (load - quota).clamp(min=0).sum(dtype=torch.int32)
-        better = (beyond < fewest) & (fewest > quota * ranks >> 7)
-        best, fewest = torch.where(better, price, best), torch.where(better, beyond, fewest)
-        side = (load - quota).sign()
-        turned = side * before
-        step = torch.where(turned < 0, (step >> 1).clamp(min=LAST_STEP), step + torch.where(turned > 0, step >> 2, 0))
-        price = price + side * step
-        before = side
-    return best
+def _balanced(scores: Tensor, quota: int) -> Tensor:
+    """Scores less prices at which few tokens are beyond the quota, [N, G] int32. scores: [N, G] int32."""
+    tokens, ranks = scores.shape
+    position = torch.arange(tokens, device=scores.device)[:, None]
+    noise = noise_of(position, torch.arange(ranks, device=scores.device))
+    price = torch.zeros(ranks, dtype=torch.int32, device=scores.device)
+    inverse, step = (UNIT << 8) // quota, FIRST_STEP << 4
+    for _ in range(ROUNDS):
+        width = max(step >> 4, NARROWEST)
+        load = _loads((scores * UNIT + width * noise - price).argmax(dim=1), ranks).long()
+        change = (load - quota) * (step * inverse) >> 12
+        price = price + torch.where(load.max() > quota, change, 0).int()
+        step = step * SMALLER >> 4
+    return scores * UNIT + NARROWEST * noise - price
 
 
 def _move_beyond(value: Tensor, home: Tensor, quota: int) -> Tensor:
@@ -159,12 +151,12 @@ def _move_beyond(value: Tensor, home: Tensor, quota: int) -> Tensor:
     load = _loads(home, ranks)
     target = value.masked_fill(load >= quota, LOWEST).argmax(dim=1)
     cost = (value.gather(1, home[:, None]) - value.gather(1, target[:, None]))[:, 0]
-    if ranks > 2:  # twice the binary logarithm: exponent and first bit of a float
-        cost = ((cost.clamp(max=COSTS - 1) + 1).float().view(torch.int32) >> 22) - 254
+    if ranks > 2:  # the binary logarithm: the exponent of a float
+        cost = (((cost // UNIT + 1).float().view(torch.int32) >> 23) - 127).clamp(max=LEVELS - 1)
     asking = (home[:, None] == torch.arange(ranks, device=home.device)) & (load > quota)
     leaving = (load - quota).clamp(min=0)
     border = torch.zeros_like(load)
-    bit = LEVELS // 2
+    bit = (LEVELS if ranks > 2 else COSTS) // 2
     while bit:
         fits = (asking & (cost[:, None] < border + bit)).sum(dim=0) <= leaving
         border = border + torch.where(fits, bit, 0).to(torch.int32)

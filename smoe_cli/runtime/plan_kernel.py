@@ -5,9 +5,9 @@ program a chunk, and no program waits for another. Tiles are [P, E, M]: a thread
 counts cross threads, and every thread keeps all ranks' books ([P, M], alike in all), since to share them would take
 longer. Measured on an H200 (docs/results.md); integers of 32 bits hold all values.
 
-Counts by rank lie side by side in words, in the order of P - 1 - rank: a key's lowest bits, so that of equal values the
-lower rank wins. A thread's own are the P fields of 32 bits; the block's are the 16-bit fields of two words, one of even
-and one of odd P - 1 - rank.
+Numbers by rank lie side by side as fields of words: a thread's own are the P fields of one word of 32 bits, the last
+rank's the lowest, the block's the 16-bit fields of two of 64. A key's lowest five bits say where its rank's field
+begins, so that of equal values the lower rank wins.
 """
 
 from typing import Any
@@ -18,20 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from smoe_cli.runtime import plan as rule
-from smoe_cli.runtime.block_sums import block_sums, is_sound, runs_here, sums_code
+from smoe_cli.runtime.block_sums import before_code, block_sums, is_sound, runs_here, sums_before, sums_code
 from smoe_cli.runtime.exchange import Plan
 
-COARSE_ROUNDS = tl.constexpr(rule.COARSE_ROUNDS)
-WIDEST = tl.constexpr(1 << (rule.COARSE_ROUNDS - 1))
-FINE_ROUNDS = tl.constexpr(rule.FINE_ROUNDS)
-LOOK = tl.constexpr(4)
-"""Fine rounds between two looks at whether enough is done."""
-UNIT = tl.constexpr(rule.UNIT)
+ROUNDS = tl.constexpr(rule.ROUNDS)
 FIRST_STEP = tl.constexpr(rule.FIRST_STEP)
-LAST_STEP = tl.constexpr(rule.LAST_STEP)
-COSTS = tl.constexpr(rule.COSTS)
+SMALLER = tl.constexpr(rule.SMALLER)
+NARROWEST = tl.constexpr(rule.NARROWEST)
+UNIT = tl.constexpr(rule.UNIT)
 LEVELS = tl.constexpr(rule.LEVELS)
+COSTS = tl.constexpr(rule.COSTS)
 LOWEST = tl.constexpr(rule.LOWEST)
+KEY = tl.constexpr(32)
+"""What a value is multiplied by to leave room for its rank's field."""
 ROWS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """What a row of scores is loaded as, by its bytes."""
 
@@ -62,31 +61,32 @@ def plan_rows(table: Tensor, index: Tensor | None = None) -> Plan:
             "num_warps": warps,
         }
         arguments = (table, index, place_of_token, token_of_place, tokens, quota, chunks, len(table))
-        _plan_kernel[(chunks,)](*arguments, **shape, SUMS=_sums(arguments, shape, warps))
+        _plan_kernel[(chunks,)](*arguments, **shape, **_assembly(arguments, shape, warps))
     return Plan(token_of_place, place_of_token, ranks)
 
 
 def num_warps(block: int) -> int:
-    """Measured on an H200: more threads meet more slowly."""
+    """Measured on an H200: more threads meet more slowly. A thread has no more tokens than a field can count."""
     return min(max(block // 128, 1), 4 if block <= 1024 else 8)
 
 
 _sound: dict[tuple[object, ...], bool] = {}
 
 
-def _sums(arguments: tuple[Any, ...], shape: dict[str, Any], warps: int) -> str:
-    """`sums_code` where it is sound in the kernel compiled for these arguments, else nothing. Scores loaded one by one
-    would spread a thread's words."""
+def _assembly(arguments: tuple[Any, ...], shape: dict[str, Any], warps: int) -> dict[str, str]:
+    """The assembly of sums where it is sound in the kernel compiled for these arguments, else none. Scores loaded one
+    by one would spread a thread's words."""
     table, index = arguments[:2]
+    none = {"SUMS": "", "BEFORE": ""}
     if shape["ROW"] is None or not runs_here(table.device):
-        return ""
-    code = sums_code(warps)
+        return none
+    codes = {"SUMS": sums_code(warps), "BEFORE": before_code(warps)}
     given = tuple(None if one is None else (one.dtype, one.data_ptr() % 16, one.device) for one in (table, index))
     known = (*shape.values(), *given)
     if known not in _sound:
-        kernel = _plan_kernel.warmup(*arguments, **shape, SUMS=code, grid=(1,))
+        kernel = _plan_kernel.warmup(*arguments, **shape, **codes, grid=(1,))
         _sound[known] = is_sound(kernel.asm["ttgir"], warps)
-    return code if _sound[known] else ""
+    return codes if _sound[known] else none
 
 
 @triton.jit
@@ -102,130 +102,142 @@ def _row_of_run(run, chunk, chunks, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _own_counts(last, counted, PADDED: tl.constexpr):
-    """A thread's counted tokens by rank, two words [1, M]. last: [E, M], P - 1 - rank of a token."""
-    BITS: tl.constexpr = 32 // PADDED
-    word = tl.sum(counted.to(tl.int32) << (last * BITS), axis=0, keep_dims=True)
-    even = tl.zeros_like(word).to(tl.int64)
-    odd = even
-    for pair in tl.static_range(PADDED // 2):
-        even |= ((word >> (2 * pair * BITS)) & ((1 << BITS) - 1)).to(tl.int64) << (16 * pair)
-        odd |= ((word >> ((2 * pair + 1) * BITS)) & ((1 << BITS) - 1)).to(tl.int64) << (16 * pair)
-    return even, odd
+def _noise(member, rank):
+    bits = (2 * member + rank // 4 + 1).to(tl.uint32) * 0x1E3779B1
+    bits = (bits ^ (bits >> 16)) * 0x05EBCA6B
+    return (((bits ^ (bits >> 16)) >> (8 * (rank % 4)).to(tl.uint32)) & 255).to(tl.int32)
 
 
 @triton.jit
-def _field(even, odd, last):
-    return ((tl.where((last & 1) > 0, odd, even) >> ((last >> 1) * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
+def _fields(PADDED: tl.constexpr):
+    """Where every rank's field begins, [P, 1]."""
+    return (PADDED - 1 - tl.arange(0, PADDED))[:, None] * (32 // PADDED)
 
 
 @triton.jit
-def _loads(last, counted, turn, PADDED: tl.constexpr, SUMS: tl.constexpr):
-    """Counted tokens of every rank, [P, M]. last: [E, M]; turn: as of `block_sums`."""
-    even, odd = _own_counts(last, counted, PADDED)
-    even, odd = block_sums(even, odd, turn, SUMS)
-    return _field(even, odd, (PADDED - 1 - tl.arange(0, PADDED))[:, None])
+def _packed(values, PADDED: tl.constexpr):
+    """Values by rank as the fields of one word, [1, M]. values: [P, M], none larger than its field."""
+    return tl.sum(values << _fields(PADDED), axis=0, keep_dims=True)
 
 
 @triton.jit
-def _of_rank(values, last, PADDED: tl.constexpr):
-    """What its rank has of values, for every token, [E, M]. values: [P, M], 0 to 65,535."""
-    place = (PADDED - 1 - tl.arange(0, PADDED))[:, None]
-    fields = values.to(tl.int64) << ((place >> 1) * 16).to(tl.int64)
-    even = tl.sum(tl.where((place & 1) > 0, 0, fields), axis=0, keep_dims=True)
-    odd = tl.sum(tl.where((place & 1) > 0, fields, 0), axis=0, keep_dims=True)
-    return _field(even, odd, last)
+def _own(word, field, PADDED: tl.constexpr):
+    """What a token's rank has of a packed word, [E, M]."""
+    return (word >> field) & ((1 << (32 // PADDED)) - 1)
 
 
 @triton.jit
-def _add(even, odd, more_even, more_odd):
-    return even + more_even, odd + more_odd
+def _wide(word, PADDED: tl.constexpr):
+    """The fields of one word [1, M] as 16-bit fields of two."""
+    if PADDED == 2:
+        one = word.to(tl.int64)
+        other = tl.zeros_like(one)
+    elif PADDED == 4:
+        one = (word & 0xFF00FF).to(tl.int64) | (((word >> 8) & 0xFF00FF).to(tl.int64) << 32)
+        other = tl.zeros_like(one)
+    else:
+        one = (word & 0xF000F).to(tl.int64) | (((word >> 4) & 0xF000F).to(tl.int64) << 32)
+        other = ((word >> 8) & 0xF000F).to(tl.int64) | (((word >> 12) & 0xF000F).to(tl.int64) << 32)
+    return one, other
 
 
 @triton.jit
-def _count_until(last, counted, PADDED: tl.constexpr):
-    """How many counted tokens lie on a token's rank up to and with it, in order of position, [E, M]."""
-    even, odd = _own_counts(last, counted, PADDED)
-    even_until, odd_until = tl.associative_scan((even, odd), 1, _add)
-    before = _field(even_until - even, odd_until - odd, last)
-    inside = tl.cumsum(counted.to(tl.int64) << (last * 8).to(tl.int64), axis=0) >> (last * 8).to(tl.int64)
-    return before + (inside & 0xFF).to(tl.int32)
+def _of_wide(one, other, field, PADDED: tl.constexpr):
+    """A 16-bit field of two words. field: where it begins in the packed word."""
+    HALF: tl.constexpr = 16 // (32 // PADDED)
+    number = field // (32 // PADDED)
+    part = number % HALF
+    word = tl.where(part > 1, other, one)
+    return ((word >> ((part % 2) * 32 + number // HALF * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def _balancing_prices(key, noise, valid, quota, RANKS: tl.constexpr, PADDED: tl.constexpr, SUMS: tl.constexpr):
-    """Prices [P, M] at which few tokens are beyond the quota. key, noise: [P, E, M]."""
-    real = tl.arange(0, PADDED)[:, None] < RANKS
-    price = tl.zeros([PADDED, key.shape[2]], tl.int32)
-    inverse = (1 << 20) // quota
-    r = tl.full((), 0, tl.int32)
-    while r < COARSE_ROUNDS:
-        width = WIDEST >> r
-        last = tl.max(key + ((width - 1) * noise - price[:, None, :]) * PADDED, axis=0) & (PADDED - 1)
-        load = _loads(last, valid, r, PADDED, SUMS)
-        filled = (tl.minimum(load, 2 * quota) * inverse) >> 10
-        change = ((width * (UNIT // 2) * filled) >> 10) - width * (UNIT // 2)
-        price += tl.where(real & (tl.max(load, axis=0, keep_dims=True) > quota), change, 0)
-        r += 1
-    best = price
-    enough = (quota * RANKS) >> 7
-    fewest = tl.full([1, key.shape[2]], 1 << 30, tl.int32)
-    step = tl.zeros_like(price) + FIRST_STEP
-    before = tl.zeros_like(price)
-    r = tl.full((), 0, tl.int32)
-    while (r < FINE_ROUNDS) & (tl.max(fewest) > enough):
-        for turn in range(LOOK):
-            last = tl.max(key - (price * PADDED)[:, None, :], axis=0) & (PADDED - 1)
-            over = tl.where(real, _loads(last, valid, turn, PADDED, SUMS) - quota, 0)
-            beyond = tl.sum(tl.maximum(over, 0), axis=0, keep_dims=True)
-            better = (beyond < fewest) & (fewest > enough)
-            best = tl.where(better, price, best)
-            fewest = tl.where(better, beyond, fewest)
-            side = tl.minimum(tl.maximum(over, -1), 1)
-            turned = side * before
-            longer = tl.where(turned > 0, step + (step >> 2), step)
-            step = tl.where(turned < 0, tl.maximum(step >> 1, LAST_STEP), longer)
-            price += side * step
-            before = side
-        r += LOOK
-    return best
+def _loads(field, counted, turn, PADDED: tl.constexpr, SUMS: tl.constexpr):
+    """Counted tokens of every rank, [P, M]. field: [E, M] of a token's rank; turn: as of `block_sums`."""
+    one, other = _wide(tl.sum(counted.to(tl.int32) << field, axis=0, keep_dims=True), PADDED)
+    one, other = block_sums(one, other, turn, SUMS)
+    return _of_wide(one, other, _fields(PADDED), PADDED)
 
 
 @triton.jit
-def _assign(key, valid, quota, RANKS: tl.constexpr, PADDED: tl.constexpr, SUMS: tl.constexpr):
-    """P - 1 - rank of every token, [E, M], and every rank's load, [P, M]: each token on its best rank, but ranks beyond
-    the quota give up the tokens that lose least on the best open rank.
+def _count_until(field, counted, PADDED: tl.constexpr, BEFORE: tl.constexpr):
+    """Counted tokens of every rank in the threads before, two words [1, M]; and of a token's rank in its own thread, up
+    to and with it, [E, M]."""
+    many = counted.to(tl.int32) << field
+    one, other = _wide(tl.sum(many, axis=0, keep_dims=True), PADDED)
+    one, other = sums_before(one, other, BEFORE)
+    return one, other, _own(tl.cumsum(many, axis=0), field, PADDED)
+
+
+@triton.jit
+def _balanced(key, noise, valid, quota, PADDED: tl.constexpr, SUMS: tl.constexpr):
+    """Keys with noise, less prices at which few tokens are beyond the quota. key, noise: [P, E, M]."""
+    discount = tl.zeros([PADDED, key.shape[2]], tl.int32)
+    inverse = (UNIT << 8) // quota
+    step = tl.full((), FIRST_STEP * 16, tl.int32)
+    turn = tl.full((), 0, tl.int32)
+    while turn < ROUNDS:
+        width = tl.maximum(step >> 4, NARROWEST)
+        best = tl.max(key + noise * (width * KEY) + discount[:, None, :], axis=0)
+        load = _loads(best & (KEY - 1), valid, turn, PADDED, SUMS)
+        rate = tl.where(tl.max(load, axis=0, keep_dims=True) > quota, step * inverse, 0)
+        discount -= (((load - quota) * rate) >> 12) * KEY
+        step = (step * SMALLER) >> 4
+        turn += 1
+    return key + noise * (NARROWEST * KEY) + discount[:, None, :]
+
+
+@triton.jit
+def _border(level, asking, field, leaving, LEVELS: tl.constexpr, PADDED: tl.constexpr, SUMS: tl.constexpr):
+    """The highest level of every rank below which no more tokens ask than are leaving, packed, and how many ask there,
+    [P, M]. level, asking, field: [E, M]; leaving: [P, M].
+    """
+    EVERY: tl.constexpr = 0xFFFFFFFF // ((1 << (32 // PADDED)) - 1)
+    border = tl.zeros([1, level.shape[1]], tl.int32)
+    inside = tl.zeros_like(leaving)
+    bit = tl.full((), LEVELS // 2, tl.int32)
+    turn = tl.full((), 0, tl.int32)
+    while bit > 0:
+        count = _loads(field, asking & (level < _own(border + bit * EVERY, field, PADDED)), turn, PADDED, SUMS)
+        border += _packed(tl.where(count <= leaving, bit, 0), PADDED)
+        inside = tl.where(count <= leaving, count, inside)
+        bit = bit >> 1
+        turn += 1
+    return border, inside
+
+
+@triton.jit
+def _assign(key, valid, quota, RANKS: tl.constexpr, PADDED: tl.constexpr, SUMS: tl.constexpr, BEFORE: tl.constexpr):
+    """The field of every token's rank, [E, M], and every rank's load, [P, M]: each token on its best rank, but ranks
+    beyond the quota give up the tokens that lose least on the best open rank.
     """
     real = tl.arange(0, PADDED)[:, None] < RANKS
     held = tl.max(key, axis=0)
-    load = _loads(held & (PADDED - 1), valid, 0, PADDED, SUMS)
+    load = _loads(held & (KEY - 1), valid, 0, PADDED, SUMS)
     passes = tl.full((), 0, tl.int32)
     while (passes < RANKS) & (tl.max(load) > quota):
         passes += 1
-        last = held & (PADDED - 1)
-        closed = tl.where((load < quota) & real, 0, -LOWEST * PADDED)
+        field = held & (KEY - 1)
+        closed = tl.where((load < quota) & real, 0, -LOWEST * KEY)
         leaving = tl.maximum(load - quota, 0)
         target = tl.max(key - closed[:, None, :], axis=0)
-        level = (held - last - target + (target & (PADDED - 1))) // PADDED
-        if RANKS > 2:
-            level = ((tl.minimum(level, COSTS - 1) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 22) - 254
-        asking = valid & (_of_rank(leaving, last, PADDED) > 0)
-        border = tl.zeros_like(load)
-        bit = tl.full((), 16 if RANKS > 2 else LEVELS // 2, tl.int32)
-        turn = tl.full((), 0, tl.int32)
-        while bit > 0:
-            below = asking & (level < _of_rank(border + bit, last, PADDED))
-            border += tl.where(_loads(last, below, turn, PADDED, SUMS) <= leaving, bit, 0)
-            bit = bit >> 1
-            turn += 1
-        own = _of_rank(border, last, PADDED)
-        below = asking & (level < own)
+        cost = ((held | (KEY - 1)) - target).to(tl.uint32) // KEY
+        if RANKS > 2:  # the binary logarithm: the exponent of a float
+            level = ((cost // UNIT + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            level = tl.minimum(level, LEVELS - 1)
+        else:
+            level = cost.to(tl.int32)
+        asking = valid & (_own(_packed((leaving > 0).to(tl.int32), PADDED), field, PADDED) > 0)
+        border, inside = _border(level, asking, field, leaving, LEVELS if RANKS > 2 else COSTS, PADDED, SUMS)
+        own = _own(border, field, PADDED)
         tied = asking & (level == own)
-        among = leaving - _loads(last, below, 0, PADDED, SUMS)
-        fits = _count_until(last, tied, PADDED) <= _of_rank(among, last, PADDED)
-        held = tl.where(below | (tied & fits), target, held)
-        load = _loads(held & (PADDED - 1), valid, 0, PADDED, SUMS)
-    return held & (PADDED - 1), load
+        one, other, until = _count_until(field, tied, PADDED, BEFORE)
+        room = leaving - inside - _of_wide(one, other, _fields(PADDED), PADDED)
+        room = _packed(tl.minimum(tl.maximum(room, 0), key.shape[1]), PADDED)
+        goes = (asking & (level < own)) | (tied & (until <= _own(room, field, PADDED)))
+        held = tl.where(goes, target, held)
+        load = _loads(held & (KEY - 1), valid, 0, PADDED, SUMS)
+    return held & (KEY - 1), load
 
 
 @triton.jit
@@ -243,7 +255,7 @@ def _scores(table, row, valid, RANKS: tl.constexpr, PADDED: tl.constexpr, ROW: t
 def _plan_kernel(
     table, index, place_of_token, token_of_place, tokens, quota, chunks, rows,
     RANKS: tl.constexpr, PADDED: tl.constexpr, EACH: tl.constexpr, THREADS: tl.constexpr,
-    ROW: tl.constexpr, GATHER: tl.constexpr, SPLIT: tl.constexpr, SUMS: tl.constexpr,
+    ROW: tl.constexpr, GATHER: tl.constexpr, SPLIT: tl.constexpr, SUMS: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     number = tl.arange(0, EACH * THREADS)
@@ -257,17 +269,16 @@ def _plan_kernel(
 
     rank = tl.arange(0, PADDED)[:, None, None]
     valid = tl.reshape(there, [EACH, THREADS])
-    value = score
+    value = score * (UNIT if RANKS > 2 else 1)
+    key = tl.where(rank < RANKS, value, LOWEST // 2) * KEY + _fields(PADDED)[:, :, None]
     if RANKS > 2:
-        noise = _mixed_bits(tl.reshape(member, [EACH, THREADS])[None, :, :] * 40503 + rank * 24593)
-        value = score * UNIT + noise
-    key = tl.where(rank < RANKS, value, LOWEST // 2) * PADDED + (PADDED - 1 - rank)
-    if RANKS > 2:
-        key -= (_balancing_prices(key, noise, valid, share, RANKS, PADDED, SUMS) * PADDED)[:, None, :]
-    last, load = _assign(key, valid, share, RANKS, PADDED, SUMS)
+        noise = _noise(tl.reshape(member, [EACH, THREADS])[None, :, :], rank)
+        key = _balanced(key, noise, valid, share, PADDED, SUMS)
+    field, load = _assign(key, valid, share, RANKS, PADDED, SUMS, BEFORE)
 
-    before = _count_until(last, valid, PADDED) - 1
-    place = (PADDED - 1 - last) * quota + _row_of_run(before, chunk, chunks, SPLIT)
+    one, other, until = _count_until(field, valid, PADDED, BEFORE)
+    before = _of_wide(one, other, field, PADDED) + until - 1
+    place = (PADDED - 1 - field // (32 // PADDED)) * quota + _row_of_run(before, chunk, chunks, SPLIT)
     place = tl.reshape(place, [EACH * THREADS])
     tl.store(place_of_token + token, place, mask=there)
     tl.store(token_of_place + place, token, mask=there)

@@ -18,17 +18,20 @@ UInt8Array = npt.NDArray[np.uint8]
 
 _INFINITE = np.int64(1) << 60
 
-COARSE_ROUNDS = 8
-"""Price rounds whose noise halves from 128 score units to one; the price moves by half the noise at most."""
-FINE_ROUNDS = 24
-"""Price rounds of signed steps after them."""
+ROUNDS = 18
+"""Rounds of prices, each of a smaller step than the one before."""
+FIRST_STEP = 40
+"""What a price rises by in the first round if its rank has a quota too much, in score units."""
+SMALLER = 13
+"""Sixteenths of a step that the next one has."""
+NARROWEST = 4
+"""Noise is as wide as the step, but at least so many score units."""
 UNIT = 256
-"""A score unit of the prices; below it stands one unit of noise, which splits tokens of equal scores."""
-FIRST_STEP = 2 * UNIT
-LAST_STEP = UNIT // 64
-COSTS = 4096
-"""Costs of moving are told apart up to here, in half octaves; between two ranks exactly."""
-LEVELS = 256
+"""A score unit of prices and noise."""
+LEVELS = 8
+"""Costs of moving are told apart by octaves of score units, up to the last; between two ranks exactly."""
+COSTS = 256
+"""Costs of moving between two ranks: differences of scores."""
 
 
 @njit(cache=True)
@@ -208,9 +211,10 @@ def assign_rule(scores: UInt8Array, quota: int) -> Int32Array:
     """The assignment that is served: prices that balance the ranks, then what is still too much moves where it costs
     least. Near exact; exact for two ranks in one chunk.
 
-    scores: [T, G] uint8. Returns token_to_rank: [T] int32. Raises ValueError if quota * G < T. Batches beyond
-    `chunk_rows` are cut into chunks that are assigned alone, each under its part of the quota. Cost: at most 32 price
-    rounds and G rounds of moves, O(T * G) each, no sort.
+    scores: [T, G] uint8, of which 255 are all of a token's experts: among more than two ranks, differences of a few
+    units are ties where that balances them. Returns token_to_rank: [T] int32. Raises ValueError if quota * G < T.
+    Batches beyond `chunk_rows` are cut into chunks that are assigned alone, each under its part of the quota. Cost:
+    ROUNDS of prices and at most G of moves, O(T * G) each, no sort.
 
     >>> import numpy as np
     >>> assign_rule(np.array([[200, 180], [200, 20], [0, 100], [150, 140]], np.uint8), quota=2)
@@ -260,63 +264,55 @@ def _mixed(number):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _best_ranks(value, noise, width, price, home, load):  # type: ignore[no-untyped-def]
-    """Every token to its best rank at these prices, ties to the lower; home: [N] and load: [G], out."""
-    tokens, ranks = value.shape
+def _noise(token, rank):  # type: ignore[no-untyped-def]
+    """0 to 255, alike for a position in a chunk and a rank always: a byte of 32 mixed bits that four ranks share."""
+    bits = ((2 * token + rank // 4 + 1) * 0x1E3779B1) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 16) * 0x05EBCA6B) & 0xFFFFFFFF
+    return ((bits ^ bits >> 16) >> (8 * (rank % 4))) & 255
+
+
+@njit(cache=True)
+def _best_ranks(value, home, load):  # type: ignore[no-untyped-def]
+    """Every token to its best rank, ties to the lower; home: [N] and load: [G], out."""
     load[:] = 0
-    for t in range(tokens):
+    for t in range(len(value)):
         best = 0
-        highest = value[t, 0] + (width - 1) * noise[t, 0] - price[0]
-        for g in range(1, ranks):
-            offer = value[t, g] + (width - 1) * noise[t, g] - price[g]
-            if offer > highest:
-                best, highest = g, offer
+        for g in range(1, value.shape[1]):
+            if value[t, g] > value[t, best]:
+                best = g
         home[t] = best
         load[best] += 1
 
 
 @njit(cache=True)
-def _balancing_prices(value, noise, quota, home, load):  # type: ignore[no-untyped-def]
-    """Prices [G] at which few tokens are beyond the quota. value: [N, G] scores in UNIT with noise in them."""
-    ranks = value.shape[1]
-    price = np.zeros(ranks, np.int64)
-    inverse = (1 << 20) // quota  # on the device a division for every rank and round would cost more than the round
-    for r in range(COARSE_ROUNDS):
-        width = 1 << (COARSE_ROUNDS - 1 - r)
-        _best_ranks(value, noise, width, price, home, load)
-        if load.max() > quota:
-            for g in range(ranks):
-                filled = min(load[g], 2 * quota) * inverse >> 10  # 1024: as the quota says
-                price[g] += (width * UNIT // 2 * filled >> 10) - width * UNIT // 2
-    step, before = np.full(ranks, FIRST_STEP), np.zeros(ranks, np.int64)
-    best, fewest = price.copy(), np.int64(len(value) + 1)
-    for _ in range(FINE_ROUNDS):
-        _best_ranks(value, noise, 1, price, home, load)
-        beyond = np.maximum(load - quota, 0).sum()
-        if beyond < fewest:
-            best, fewest = price.copy(), beyond
-        if fewest <= quota * ranks >> 7:
-            break
+def _balanced(scores, quota):  # type: ignore[no-untyped-def]
+    """Scores in UNIT and noise, less prices at which few tokens are beyond the quota. scores, result: [N, G] int64."""
+    tokens, ranks = scores.shape
+    noise = np.zeros((tokens, ranks), np.int64)
+    for t in range(tokens):
         for g in range(ranks):
-            side = np.sign(load[g] - quota)
-            if side * before[g] < 0:
-                step[g] = max(step[g] >> 1, LAST_STEP)
-            elif side * before[g] > 0:
-                step[g] += step[g] >> 2
-            price[g] += side * step[g]
-            before[g] = side
-    return best
+            noise[t, g] = _noise(t, g)
+    home, load = np.zeros(tokens, np.int32), np.zeros(ranks, np.int64)
+    price = np.zeros(ranks, np.int64)
+    inverse = (UNIT << 8) // quota  # on the device a division for every rank and round would cost more than the round
+    step = FIRST_STEP << 4
+    for _ in range(ROUNDS):
+        _best_ranks(scores * UNIT + max(step >> 4, NARROWEST) * noise - price, home, load)
+        if load.max() > quota:
+            price += (load - quota) * (step * inverse) >> 12
+        step = step * SMALLER >> 4
+    return scores * UNIT + NARROWEST * noise - price
 
 
 @njit(cache=True)
 def _level(cost, ranks):  # type: ignore[no-untyped-def]
-    """A cost to compare: between two ranks itself, else twice its binary logarithm, rounded down."""
+    """A cost to compare: between two ranks itself, else the binary logarithm of its score units, rounded down."""
     if ranks == 2:
         return cost
-    power, bits = 0, min(cost, COSTS - 1) + 1
-    while bits >> power > 1:
+    power = 0
+    while power < LEVELS - 1 and cost // UNIT + 1 >> power > 1:
         power += 1
-    return 2 * power + (2 * bits >> power) - 2
+    return power
 
 
 @njit(cache=True)
@@ -327,7 +323,8 @@ def _move_beyond(value, quota, home, load):  # type: ignore[no-untyped-def]
     """
     tokens, ranks = value.shape
     while load.max() > quota:
-        histogram = np.zeros((ranks, LEVELS), np.int64)
+        levels = COSTS if ranks == 2 else LEVELS
+        histogram = np.zeros((ranks, levels), np.int64)
         cost, target = np.zeros(tokens, np.int64), np.zeros(tokens, np.int32)
         for t in range(tokens):
             if load[home[t]] > quota:
@@ -341,7 +338,7 @@ def _move_beyond(value, quota, home, load):  # type: ignore[no-untyped-def]
         border, among = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for g in range(ranks):
             leaving = max(load[g] - quota, 0)
-            while histogram[g, border[g]] <= leaving and border[g] < LEVELS - 1:
+            while histogram[g, border[g]] <= leaving and border[g] < levels - 1:
                 leaving -= histogram[g, border[g]]
                 border[g] += 1
             among[g] = leaving
@@ -363,15 +360,9 @@ def _assign_chunk(scores, quota):  # type: ignore[no-untyped-def]
     """
     tokens, ranks = scores.shape
     home, load = np.zeros(tokens, np.int32), np.zeros(ranks, np.int64)
-    noise, price = np.zeros((tokens, ranks), np.int64), np.zeros(ranks, np.int64)
-    value = scores.astype(np.int64) * (UNIT if ranks > 2 else 1)
+    value = scores.astype(np.int64)
     if ranks > 2:
-        for t in range(tokens):
-            for g in range(ranks):
-                noise[t, g] = _mixed(t * 40503 + g * 24593)
-        value += noise
-        price = _balancing_prices(value, noise, quota, home, load)
-        value -= price
-    _best_ranks(value, noise, 1, np.zeros(ranks, np.int64), home, load)
+        value = _balanced(value, quota)
+    _best_ranks(value, home, load)
     _move_beyond(value, quota, home, load)
     return home

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_solvers.assignment import Int32Array, Int64Array, UInt8Array, assign_exact, assign_rule
+from smoe_solvers.assignment import Int32Array, Int64Array, assign_exact, assign_rule
 from smoe_solvers.choices import Assignment
 from smoe_solvers.redundancy import Copies
 
@@ -62,7 +62,9 @@ def home_without_shuffle(rows: int, ranks: int, batch: int) -> Int32Array:
 
 
 def home_by_scores(scores: npt.NDArray[np.integer], batch: int, assignment: Assignment) -> Int32Array:
-    """Where a shuffle by these scores puts each row. scores: [N, G] (u8 for the rule). Returns [N].
+    """Where a shuffle by these scores puts each row. scores: [N, G]; returns [N].
+
+    The rule reads u8 scores, of which 255 are all of a row's experts; others are scaled, so that the largest is 255.
 
     >>> scores = np.array([[0, 255], [0, 255], [255, 0], [0, 200]], np.uint8)
     >>> home_by_scores(scores, batch=4, assignment=Assignment.RULE)
@@ -72,7 +74,8 @@ def home_by_scores(scores: npt.NDArray[np.integer], batch: int, assignment: Assi
     if assignment is Assignment.EXACT:
         parts = [assign_exact(scores[part], quota(len(scores[part]), ranks)) for part in batches(len(scores), batch)]
     else:
-        narrow: UInt8Array = scores.astype(np.uint8)
+        scaled = scores if scores.dtype == np.uint8 else np.rint(scores * (255 / max(scores.max(), 1)))
+        narrow = scaled.astype(np.uint8)
         parts = [assign_rule(narrow[part], quota(len(narrow[part]), ranks)) for part in batches(len(narrow), batch)]
     return np.concatenate(parts)
 

@@ -122,8 +122,8 @@ def test_the_weighing_of_products_moves_sixteen_bytes_rounds_every_product_and_s
 def built_plan(block, ranks):
     warps = plan_kernel.num_warps(block)
     shape = {"RANKS": ranks, "PADDED": plan_kernel.triton.next_power_of_2(ranks), "ROW": plan_kernel.ROWS.get(ranks)}
-    shape |= {"EACH": block // (32 * warps), "THREADS": 32 * warps, "SUMS": block_sums.sums_code(warps)}
-    shape |= {"GATHER": True, "SPLIT": block > 1024}
+    shape |= {"EACH": block // (32 * warps), "THREADS": 32 * warps, "GATHER": True, "SPLIT": block > 1024}
+    shape |= {"SUMS": block_sums.sums_code(warps), "BEFORE": block_sums.before_code(warps)}
     return compiled(plan_kernel._plan_kernel, warps, shape, TYPES | {"rows": "i32"}, enable_fp_fusion=True), warps
 
 
@@ -138,6 +138,7 @@ def test_the_plan_loads_a_row_of_scores_at_once_spills_nothing_and_meets_once_a_
     assert block_sums.is_sound(code.asm["ttgir"], warps)
     assert len(re.findall(r"redux\.sync\.add", ptx)) >= 4 * 6
     assert ptx.count("sums[") == ptx.count("[buffer];") == (0 if warps == 1 else ptx.count("redux.sync.add") // 4)
+    assert ptx.count("ahead[") == (0 if warps == 1 else ptx.count("shfl.sync.up") // 20) <= 2
 
 
 def test_sums_whose_words_lie_otherwise_are_told_from_sound_ones():

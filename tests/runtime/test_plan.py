@@ -34,7 +34,7 @@ def check(scores):
 
 
 def test_the_rule_has_the_same_constants_on_the_device():
-    for name in ("COARSE_ROUNDS", "FINE_ROUNDS", "UNIT", "FIRST_STEP", "LAST_STEP", "COSTS", "LEVELS"):
+    for name in ("ROUNDS", "FIRST_STEP", "SMALLER", "NARROWEST", "UNIT", "LEVELS", "COSTS"):
         assert getattr(runtime_plan, name) == getattr(assignment, name), name
 
 

@@ -14,7 +14,6 @@ from scipy.optimize import linear_sum_assignment
 from smoe_solvers.problem import Problem, build_problem
 
 UNIT = 1024
-HALF_OCTAVES = sorted([2 << e for e in range(1, 13)] + [3 << e for e in range(13)])
 
 
 def routings(experts: int, top_k: int, min_rows: int = 1, max_rows: int = 24):
@@ -114,55 +113,39 @@ def total(scores: np.ndarray, to_rank) -> int:
 
 
 def noise(position: int, rank: int) -> int:
-    """Eight bits for a token and a rank that split tokens of equal scores."""
-    low = (position * 40503 + rank * 24593) % 65536
-    low ^= low // 128
-    return low * 30011 % 65536 // 256
+    """Eight bits for a token and a rank that split tokens of equal scores: one of four bytes that ranks share."""
+    bits = (2 * position + rank // 4 + 1) * 0x1E3779B1 % 2**32
+    bits = (bits ^ bits // 2**16) * 0x05EBCA6B % 2**32
+    return (bits ^ bits // 2**16).to_bytes(4, "little")[rank % 4]
 
 
-def prices(scores: np.ndarray, quota: int) -> list[int]:
-    """Prices in 256ths of a score unit: eight rounds under wide noise, 24 of signed steps, the best of the latter."""
+def priced(scores: np.ndarray, quota: int) -> np.ndarray:
+    """Scores, in 256ths, less prices found in 18 rounds of smaller and smaller steps. [T, G]"""
     tokens, ranks = scores.shape
+    price = np.zeros(ranks, np.int64)
 
-    def loads(width: int) -> list[int]:
-        load = [0] * ranks
-        for t in range(tokens):
-            offers = [256 * int(scores[t, g]) + width * noise(t, g) - price[g] for g in range(ranks)]
-            load[offers.index(max(offers))] += 1
-        return load
+    def offers(width: int) -> np.ndarray:
+        noisy = [[width * noise(t, g) for g in range(ranks)] for t in range(tokens)]
+        return 256 * scores.astype(np.int64) + noisy - price
 
-    price = [0] * ranks
-    for width in (128, 64, 32, 16, 8, 4, 2, 1):
-        load = loads(width)
-        if max(load) <= quota:
-            continue
-        filled = [min(one, 2 * quota) * (2**20 // quota) // 2**10 for one in load]
-        price = [price[g] + 128 * width * filled[g] // 1024 - 128 * width for g in range(ranks)]
-    step, before, seen = [512] * ranks, [0] * ranks, []
-    for _ in range(24):
-        load = loads(1)
-        seen.append((sum(max(one - quota, 0) for one in load), list(price)))
-        if seen[-1][0] <= quota * ranks // 128:
-            break
-        for g in range(ranks):
-            side = (load[g] > quota) - (load[g] < quota)
-            if side * before[g] < 0:
-                step[g] = max(step[g] // 2, 4)
-            if side * before[g] > 0:
-                step[g] += step[g] // 4
-            price[g], before[g] = price[g] + side * step[g], side
-    return min(seen, key=lambda entry: entry[0])[1]
+    step = 640
+    for _ in range(18):
+        load = [list(offers(max(step // 16, 4)).argmax(axis=1)).count(g) for g in range(ranks)]
+        if max(load) > quota:
+            price += [(load[g] - quota) * (step * (65536 // quota)) // 4096 for g in range(ranks)]
+        step = 13 * step // 16
+    return offers(4)
 
 
 def moved(value: np.ndarray, quota: int) -> list[int]:
     """Best ranks first; then ranks beyond the quota give up their cheapest tokens to the best open rank.
 
-    value: [T, G] scores less prices. Costs of half an octave count alike, and those from 4095 on; of equal costs the
-    first position goes. Between two ranks all costs differ.
+    value: [T, G] scores less prices. Costs of an octave of whole score units count alike, and those from 127 on; of
+    equal costs the first position goes. Between two ranks all costs differ.
     """
 
     def level(cost: int) -> int:
-        return cost if value.shape[1] == 2 else sum(2 * (min(cost, 4095) + 1) >= bound for bound in HALF_OCTAVES)
+        return cost if value.shape[1] == 2 else min((cost // 256 + 1).bit_length(), 8)
 
     tokens, ranks = value.shape
     to_rank = [int(row.argmax()) for row in value]
@@ -180,11 +163,7 @@ def moved(value: np.ndarray, quota: int) -> list[int]:
 
 def rule(scores: np.ndarray, quota: int) -> list[int]:
     """The served assignment of one chunk."""
-    tokens, ranks = scores.shape
-    if ranks <= 2:
-        return moved(scores.astype(np.int64), quota)
-    value = 256 * scores.astype(np.int64) + [[noise(t, g) for g in range(ranks)] for t in range(tokens)]
-    return moved(value - prices(scores, quota), quota)
+    return moved(priced(scores, quota) if scores.shape[1] > 2 else scores.astype(np.int64), quota)
 
 
 def local_activations(demand: np.ndarray, kinds, placement, ranks: int) -> np.ndarray:

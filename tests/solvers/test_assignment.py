@@ -266,7 +266,7 @@ def test_rule_keeps_nearly_all_that_an_exact_assignment_keeps(tokens, ranks):
     for scores in batches:
         as_bytes = scores.astype(np.uint8)
         best = total(as_bytes, assign_exact(as_bytes, tight(as_bytes)))
-        assert total(as_bytes, assign_rule(as_bytes, tight(as_bytes))) >= 0.985 * best
+        assert total(as_bytes, assign_rule(as_bytes, tight(as_bytes))) >= 0.99 * best
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(2040, 8), (2041, 8), (5000, 8), (4097, 4), (4100, 3), (8193, 2)])

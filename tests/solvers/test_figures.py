@@ -22,7 +22,7 @@ from smoe_solvers.figures import (
     rank_accuracy,
     wire_rows,
 )
-from smoe_solvers.predictors import local_counts
+from smoe_solvers.predictors import local_counts, quantise
 from smoe_solvers.redundancy import single_hosts
 from tests.solvers.reference import clustered_rows, hungarian, placements, routings, rule, total
 
@@ -180,7 +180,7 @@ def test_the_last_partial_batch_is_kept_and_has_its_own_quota():
     scores=st.lists(st.tuples(*[st.integers(0, 9)] * RANKS), min_size=1, max_size=40), size=st.sampled_from([5, 12, 50])
 )
 def test_a_shuffle_is_one_assignment_a_batch(scores, size):
-    table = np.array(scores, np.int32)
+    table = np.array(scores, np.uint8)
     served = home_by_scores(table, size, Assignment.RULE)
     exact = home_by_scores(table, size, Assignment.EXACT)
     for start in range(0, len(table), size):
@@ -202,8 +202,17 @@ def test_a_shuffle_by_true_counts_keeps_more_local_than_none():
 
 
 def test_the_rule_reads_the_same_bytes_as_the_run_time():
-    scores = np.random.default_rng(0).integers(0, 256, (64, RANKS))
-    assert home_by_scores(scores, 64, Assignment.RULE).tolist() == assign_rule(scores.astype(np.uint8), 16).tolist()
+    scores = np.random.default_rng(0).integers(0, 256, (64, RANKS)).astype(np.uint8)
+    assert home_by_scores(scores, 64, Assignment.RULE).tolist() == assign_rule(scores, 16).tolist()
+
+
+def test_counts_are_not_lost_in_the_noise_of_the_rule():
+    rows = clustered_rows(np.random.default_rng(1), 512, EXPERTS, TOP_K, 4)
+    counts = local_counts(rows, single_hosts(np.arange(EXPERTS) // 2, RANKS))
+    served = home_by_scores(counts, 256, Assignment.RULE)
+    assert served.tolist() == home_by_scores(quantise(counts, counts.max()), 256, Assignment.RULE).tolist()
+    exact = home_by_scores(counts, 256, Assignment.EXACT)
+    assert total(counts, served) > 0.99 * total(counts, exact)
 
 
 # What travels.

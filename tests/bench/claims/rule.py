@@ -31,18 +31,20 @@ def assignment(bench: Bench) -> Iterator[Line]:
     for name in NAMES:
         routing = bench.routing(name)
         known = routing.token < routing.vocab if name not in ("summary", "olmoe0") else routing.token < 0
-        kind = "token table" if known.any() else "true routing, no ids"
         for ep in (4, 8):
             if routing.num_experts % ep:
                 yield NAMES[name], f"EP{ep}", f"{routing.num_experts} experts do not divide"
                 continue
-            sums = [
-                batch
-                for placement in _placements(bench, name, routing, ep)
-                for scores in _score_rows(routing, known, placement)
-                for batch in rule_sums(scores)
-            ]
-            yield f"{NAMES[name]}; EP{ep}, {kind}, held-out rows", SUM_FIGURES, _sums_text(sums)
+            placements = list(_placements(bench, name, routing, ep))
+            kinds = {"token table": _table_scores, "true routing": _true_scores}
+            for kind, score in kinds.items() if known.any() else [("true routing", _true_scores)]:
+                sums = [
+                    batch
+                    for placement in placements
+                    for index in range(len(routing.experts))
+                    for batch in rule_sums(score(routing, known, placement, index))
+                ]
+                yield f"{NAMES[name]}; EP{ep}, {kind}, held-out rows", SUM_FIGURES, _sums_text(sums)
     for model, domains in TRIPLES.items():
         for domain in domains:
             for ep in (4, 8):
@@ -70,16 +72,17 @@ def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[
         yield open_placed(bench.placed(bench.fitted(name), ep))[0]
 
 
-def _score_rows(routing: Routing, known: Ints, placement: Placement) -> Iterator[Ints]:
-    """Scores of the held-out rows, layer by layer, [N, G] u8."""
-    for index in range(len(routing.experts)):
-        if not known.any():
-            held = routing.experts[index][routing.held]
-            yield quantise(local_counts(held, placement.hosts[index]), routing.top_k)
-        else:
-            nobody = np.full(routing.vocab, routing.vocab)
-            table = token_scores(routing.take(~routing.held & known), nobody, "popularity", index, placement)
-            yield table[routing.token[routing.held & known]]
+def _table_scores(routing: Routing, known: Ints, placement: Placement, index: int) -> Ints:
+    """A layer's scores of the held-out rows by a table of the others, [N, G] u8."""
+    nobody = np.full(routing.vocab, routing.vocab)
+    table = token_scores(routing.take(~routing.held & known), nobody, "popularity", index, placement)
+    return table[routing.token[routing.held & known]]
+
+
+def _true_scores(routing: Routing, known: Ints, placement: Placement, index: int) -> Ints:
+    """The oracle's, [N, G] u8."""
+    held = routing.held & known if known.any() else routing.held
+    return quantise(local_counts(routing.experts[index][held], placement.hosts[index]), routing.top_k)
 
 
 def _drawn_scores(model: str, domain: str, layer: int, ep: int) -> Ints:
