@@ -100,5 +100,17 @@ def traffic_section(found: Found) -> dict[str, Any] | None:
         "home": home,
         "layers": [int(layer) for layer in detail] if small else [],
         "by_layer": {state: rows.tolist() for state, rows in pairs.items()} if small else {},
+        "travel": _travel(found.measured.document),
         "note": None if small else f"{len(detail)} layers are too many to draw each pair of ranks: their sum is shown",
     }
+
+
+def _travel(evaluation: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """What rows travel a token and layer, mean over layers, in the order measured; None of ranks equally far apart."""
+    if "travel" not in evaluation:
+        return None
+    return [
+        {"state": state, "predictor": predictor, "travel": figures["travel"], "crossing": figures.get("crossing")}
+        for state, by_predictor in evaluation["travel"]["total"].items()
+        for predictor, figures in by_predictor.items()
+    ]

@@ -84,3 +84,26 @@ def test_a_matrix_of_costs_is_told_in_units_of_the_least(work):
 
 def test_ranks_equally_far_apart_have_no_travel_of_their_own(work):
     assert "travel" not in evaluated(work)[0]
+
+
+def test_the_report_tells_what_travels_in_the_evaluations_words(work):
+    document, _ = evaluated(work, "--nodes", "2")
+    rows = smoe("report", "--json", cwd=work).json()["sections"]["traffic"]["travel"]
+    assert {(row["state"], row["predictor"]) for row in rows} >= {
+        ("load-balanced", "none"),
+        ("placed+shuffled", "token"),
+    }
+    for row in rows:
+        found = document["travel"]["total"][row["state"]][row["predictor"]]
+        assert (row["travel"], row["crossing"]) == (found["travel"], found["crossing"])
+    smoe("report", "--out", work / "report.html", cwd=work)
+    page = (work / "report.html").read_text()
+    table = page[page.index("What rows travel, a token and layer") :]
+    assert '<th scope="col">rows to other nodes</th>' in table[: table.index("</table>")]
+    (work / "cost.json").write_text(json.dumps(COST))
+    evaluated(work, "--rank-cost", work / "cost.json")
+    assert {row["crossing"] for row in smoe("report", "--json", cwd=work).json()["sections"]["traffic"]["travel"]} == {
+        None
+    }
+    evaluated(work)
+    assert smoe("report", "--json", cwd=work).json()["sections"]["traffic"]["travel"] is None

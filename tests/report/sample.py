@@ -270,6 +270,7 @@ def _traffic(rng: np.random.Generator) -> dict:
         "total": {state: pairs.sum(axis=0).tolist() for state, pairs in by_layer.items()},
         "layers": LAYERS,
         "by_layer": {state: pairs.tolist() for state, pairs in by_layer.items()},
+        "travel": None,
         "note": None,
     }
 

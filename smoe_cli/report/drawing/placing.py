@@ -235,7 +235,11 @@ def traffic(part: dict[str, Any], _: Sequence[int]) -> Section:
     ]
     summary = [[_state_title(state, part["predictor"]), *_directions(pairs)] for state, pairs in totals.items()]
     heads = ["state", "rows in all", "busiest pair", "most sent by a rank", "most received by a rank", "busiest / mean"]
-    tables = [Table(f"Rows sent between ranks ({part['unit']})", heads, summary, folded=False)] + [
+    tables = [
+        Table(f"Rows sent between ranks ({part['unit']})", heads, summary, folded=False),
+        *_travel(part["travel"]),
+    ]
+    tables += [
         Table(
             f"{_state_title(state, part['predictor'])}: rows from rank (down) to rank (across)",
             ["from", *(f"rank {rank}" for rank in range(ranks))],
@@ -248,6 +252,27 @@ def traffic(part: dict[str, Any], _: Sequence[int]) -> Section:
         f"over {part['rows']:,} held-out rows. One scale for all states of a view: darker is less."
     )
     return Section(lead, charts, tables, chooser="Layer", notes=[part["note"]] if part["note"] else [])
+
+
+def _travel(rows: Sequence[dict[str, Any]] | None) -> list[Table]:
+    """What rows travel where ranks are not equally far apart."""
+    if rows is None:
+        return []
+    nodes = rows[0]["crossing"] is not None
+    cells = [
+        [
+            _state_title(row["state"], row["predictor"]),
+            number(row["travel"]),
+            *([number(row["crossing"])] if nodes else []),
+        ]
+        for row in rows
+    ]
+    heads = [
+        "state",
+        "cost of its way, the least between two ranks being 1",
+        *(["rows to other nodes"] if nodes else []),
+    ]
+    return [Table("What rows travel, a token and layer", heads, cells, folded=False)]
 
 
 def _state_title(state: str, predictor: str) -> str:
