@@ -1,11 +1,12 @@
 """What one GPU can tell: the plan in a CUDA graph, what it adds to an attention, and the weighing of experts' products.
 
 `PYTHONPATH=.:profiles:solvers python tests/bench/one_gpu.py` on a machine with a CUDA device; a minute. Scores are
-synthetic: rows such as a token table holds, true counts, and few kinds of row as the Markov tables give. Plans are
-checked against the reference.
+synthetic: rows such as a token table holds, true counts, and few kinds of row as the Markov tables give. With a file
+that real_scores.py wrote, its batches are planned as well. Plans are checked against the reference.
 """
 
 import multiprocessing
+import sys
 import time
 from functools import partial
 from statistics import median
@@ -97,6 +98,19 @@ def time_plans(batches) -> None:
         print(f"{tokens:6} {ranks} {kind:7} {taken:7.2f} {value:.4f} {same}", flush=True)
 
 
+def time_real(batches) -> None:
+    """batches: [B, T, G] u8."""
+    taken = []
+    for scores in batches:
+        tokens, ranks = scores.shape
+        on_device = torch.from_numpy(scores).cuda()
+        homes = plan_rows(on_device).place_of_token.cpu().numpy() // rows_per_rank(tokens, ranks)
+        assert (homes == assign_rule(scores, rows_per_rank(tokens, ranks))).all()
+        taken.append(microseconds({"plan": partial(plan_rows, on_device)})["plan"])
+    least, middle, most = np.quantile(taken, [0, 0.5, 1])
+    print(f"{len(taken)} real batches of {tokens} tokens, {ranks} ranks: {least:.2f} us, {middle:.2f}, {most:.2f}")
+
+
 def time_beside(batches) -> None:
     """A rank's attention alone, with the plan on a second stream beside it, and with the plan before it."""
     print("model, T, G: us of an attention | and a plan beside it | and the plan first (token scores)")
@@ -180,6 +194,8 @@ def main() -> None:
     empty = torch.zeros(1, device="cuda")
     print(f"an empty launch in a graph: {microseconds({'empty': lambda: empty.add_(0)})['empty']:.2f} us")
     time_plans(batches)
+    if len(sys.argv) > 1:
+        time_real(np.load(sys.argv[1]))
     time_beside(batches)
     time_weighing()
     print(f"{time.perf_counter() - started:.0f} s in all")

@@ -35,8 +35,8 @@ def assignment(bench: Bench) -> Iterator[Line]:
             if routing.num_experts % ep:
                 yield NAMES[name], f"EP{ep}", f"{routing.num_experts} experts do not divide"
                 continue
-            placements = list(_placements(bench, name, routing, ep))
-            kinds = {"token table": _table_scores, "true routing": _true_scores}
+            placements = list(placements_of(bench, name, routing, ep))
+            kinds = {"token table": table_scores, "true routing": _true_scores}
             for kind, score in kinds.items() if known.any() else [("true routing", _true_scores)]:
                 sums = [
                     batch
@@ -63,7 +63,7 @@ def _sums_text(sums: list[tuple[float, float, float]]) -> str:
     return f"{served.sum() / exact.sum():.4f}; {below}; {crowding[worst]:.1f}, {share(ratio[worst])}"
 
 
-def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[Placement]:
+def placements_of(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[Placement]:
     """Contiguous, and the one smoe finds where tables can be built."""
     layers, experts = len(routing.experts), routing.num_experts
     flat = np.tile((np.arange(experts) // (experts // ep)).astype(np.int32), (layers, 1))
@@ -72,7 +72,7 @@ def _placements(bench: Bench, name: str, routing: Routing, ep: int) -> Iterator[
         yield open_placed(bench.placed(bench.fitted(name), ep))[0]
 
 
-def _table_scores(routing: Routing, known: Ints, placement: Placement, index: int) -> Ints:
+def table_scores(routing: Routing, known: Ints, placement: Placement, index: int) -> Ints:
     """A layer's scores of the held-out rows by a table of the others, [N, G] u8."""
     nobody = np.full(routing.vocab, routing.vocab)
     table = token_scores(routing.take(~routing.held & known), nobody, "popularity", index, placement)
