@@ -15,6 +15,7 @@ from smoe_cli.runtime.exchange import Plan
 ROUNDS = 18
 FIRST_STEP = 40
 SMALLER = 13
+CROWDED = 4
 NARROWEST = 4
 UNIT = 256
 LEVELS = 8
@@ -104,7 +105,7 @@ def mixed_bits(number: Integers) -> Integers:
 
 def noise_of(position: Tensor, rank: Tensor) -> Tensor:
     """A token's noise on a rank, int32; arguments int64, to be broadcast."""
-    bits = ((2 * position + rank // 4 + 1) * 0x1E3779B1) & 0xFFFFFFFF
+    bits = ((2 * position + rank // 4 % 2 + 1 + (rank // 8 << 16)) * 0x1E3779B1) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 16) * 0x05EBCA6B) & 0xFFFFFFFF
     return (((bits ^ bits >> 16) >> (8 * (rank % 4))) & 255).int()
 
@@ -139,7 +140,7 @@ def _balanced(scores: Tensor, quota: int) -> Tensor:
     for _ in range(ROUNDS):
         width = max(step >> 4, NARROWEST)
         load = _loads((scores * UNIT + width * noise - price).argmax(dim=1), ranks).long()
-        change = (load - quota) * (step * inverse) >> 12
+        change = (load - quota).clamp(max=CROWDED * quota) * (step * inverse) >> 12
         price = price + torch.where(load.max() > quota, change, 0).int()
         step = step * SMALLER >> 4
     return scores * UNIT + NARROWEST * noise - price

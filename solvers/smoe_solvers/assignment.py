@@ -24,6 +24,8 @@ FIRST_STEP = 40
 """What a price rises by in the first round if its rank has a quota too much, in score units."""
 SMALLER = 13
 """Sixteenths of a step that the next one has."""
+CROWDED = 4
+"""A rank with more quotas than that too much rises no faster: later rounds could not take it back."""
 NARROWEST = 4
 """Noise is as wide as the step, but at least so many score units."""
 UNIT = 256
@@ -266,7 +268,7 @@ def _mixed(number):  # type: ignore[no-untyped-def]
 @njit(cache=True)
 def _noise(token, rank):  # type: ignore[no-untyped-def]
     """0 to 255, alike for a position in a chunk and a rank always: a byte of 32 mixed bits that four ranks share."""
-    bits = ((2 * token + rank // 4 + 1) * 0x1E3779B1) & 0xFFFFFFFF
+    bits = ((2 * token + rank // 4 % 2 + 1 + (rank // 8 << 16)) * 0x1E3779B1) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 16) * 0x05EBCA6B) & 0xFFFFFFFF
     return ((bits ^ bits >> 16) >> (8 * (rank % 4))) & 255
 
@@ -299,7 +301,7 @@ def _balanced(scores, quota):  # type: ignore[no-untyped-def]
     for _ in range(ROUNDS):
         _best_ranks(scores * UNIT + max(step >> 4, NARROWEST) * noise - price, home, load)
         if load.max() > quota:
-            price += (load - quota) * (step * inverse) >> 12
+            price += np.minimum(load - quota, CROWDED * quota) * (step * inverse) >> 12
         step = step * SMALLER >> 4
     return scores * UNIT + NARROWEST * noise - price
 

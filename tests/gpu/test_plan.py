@@ -30,6 +30,19 @@ def test_kernel_makes_the_plain_plan(ranks, high):
             assert torch.equal(plan.token_of_place.cpu(), plain.token_of_place), tokens
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_kernel_makes_the_plain_plan_of_few_kinds_and_of_a_crowded_rank(ranks):
+    from smoe_cli.runtime.plan_kernel import plan_rows
+
+    for tokens in (64, 1000, 5003):
+        table, index = batch(tokens, ranks, 256, seed=ranks)
+        crowded = table.clone()
+        crowded[:, 1] = 255
+        for scores in (table[index % 3], crowded[index]):
+            plain = plain_plan(scores.cpu(), ranks)
+            assert torch.equal(plan_rows(scores.contiguous()).token_of_place.cpu(), plain.token_of_place)
+
+
 def test_a_graph_replays_the_plan_of_what_lies_in_its_inputs():
     from smoe_cli.runtime.plan_kernel import plan_rows
 

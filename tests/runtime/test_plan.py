@@ -34,7 +34,7 @@ def check(scores):
 
 
 def test_the_rule_has_the_same_constants_on_the_device():
-    for name in ("ROUNDS", "FIRST_STEP", "SMALLER", "NARROWEST", "UNIT", "LEVELS", "COSTS"):
+    for name in ("ROUNDS", "FIRST_STEP", "SMALLER", "CROWDED", "NARROWEST", "UNIT", "LEVELS", "COSTS"):
         assert getattr(runtime_plan, name) == getattr(assignment, name), name
 
 
@@ -61,7 +61,14 @@ def test_plan_of_batches_of_all_sizes_about_the_number_of_ranks(ranks):
         check(scores_of(tokens, ranks))
 
 
-@pytest.mark.parametrize(("tokens", "ranks"), [(2041, 8), (5003, 8), (4100, 3), (8200, 2)])
+@pytest.mark.parametrize(("tokens", "ranks"), [(64, 8), (1000, 8), (1000, 16)])
+def test_plan_of_few_kinds_of_token_which_move_far(tokens, ranks):
+    """Several passes of moves, at costs of all levels."""
+    generator = np.random.default_rng(tokens)
+    check(scores_of(3, ranks)[generator.integers(0, 3, tokens)])
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2049, 8), (5003, 8), (4100, 3), (8200, 2)])
 def test_plan_of_several_chunks_lets_their_tokens_take_turns(tokens, ranks):
     places, to_rank, capacity = check(scores_of(tokens, ranks))
     rows = row_chunks(capacity, ranks, capacity)

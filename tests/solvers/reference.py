@@ -114,7 +114,7 @@ def total(scores: np.ndarray, to_rank) -> int:
 
 def noise(position: int, rank: int) -> int:
     """Eight bits for a token and a rank that split tokens of equal scores: one of four bytes that ranks share."""
-    bits = (2 * position + rank // 4 + 1) * 0x1E3779B1 % 2**32
+    bits = (2 * position + rank // 4 % 2 + 1 + rank // 8 * 65536) * 0x1E3779B1 % 2**32
     bits = (bits ^ bits // 2**16) * 0x05EBCA6B % 2**32
     return (bits ^ bits // 2**16).to_bytes(4, "little")[rank % 4]
 
@@ -132,7 +132,7 @@ def priced(scores: np.ndarray, quota: int) -> np.ndarray:
     for _ in range(18):
         load = [list(offers(max(step // 16, 4)).argmax(axis=1)).count(g) for g in range(ranks)]
         if max(load) > quota:
-            price += [(load[g] - quota) * (step * (65536 // quota)) // 4096 for g in range(ranks)]
+            price += [min(load[g] - quota, 4 * quota) * (step * (65536 // quota)) // 4096 for g in range(ranks)]
         step = 13 * step // 16
     return offers(4)
 

@@ -269,7 +269,20 @@ def test_rule_keeps_nearly_all_that_an_exact_assignment_keeps(tokens, ranks):
         assert total(as_bytes, assign_rule(as_bytes, tight(as_bytes))) >= 0.99 * best
 
 
-@pytest.mark.parametrize(("tokens", "ranks"), [(2040, 8), (2041, 8), (5000, 8), (4097, 4), (4100, 3), (8193, 2)])
+@pytest.mark.parametrize("ranks", [7, 8, 16])
+def test_rule_keeps_nearly_all_where_all_tokens_want_one_rank(ranks):
+    """Prices once rose by all that the rank had too much, left it empty, and could not come back."""
+    generator = np.random.default_rng(ranks)
+    lead = generator.integers(0, 256, (1000, ranks)) // 2
+    lead[:, 0] = lead.max(axis=1) + generator.integers(0, 60, 1000)
+    used = generator.multinomial(6, generator.dirichlet(np.r_[8, np.full(ranks - 1, 0.5)], 1000))
+    for scores in (lead, np.rint(used * 255 / 6)):
+        as_bytes = scores.clip(0, 255).astype(np.uint8)
+        best = total(as_bytes, assign_exact(as_bytes, tight(as_bytes)))
+        assert total(as_bytes, assign_rule(as_bytes, tight(as_bytes))) >= 0.99 * best
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2040, 8), (2049, 8), (5000, 8), (4097, 4), (4100, 3), (8193, 2)])
 def test_chunks_share_the_places_of_every_rank_evenly(tokens, ranks):
     quota = -(-tokens // ranks)
     chunk_of_row = row_chunks(quota, ranks, quota)
