@@ -93,7 +93,8 @@ def _add(one, other, more, most):
 @triton.jit
 def block_sums(one, other, turn, CODE: tl.constexpr):
     """The sums of both words, alike in all threads. one, other: [1, M] int64; turn: differs by one from the call before
-    where the same call is repeated; CODE: `sums_code`, or nothing to let Triton reduce.
+    where the same call is repeated and no other barrier lies between; CODE: `sums_code`, or nothing to let Triton
+    reduce.
     """
     if CODE != "":
         one, other = tl.inline_asm_elementwise(

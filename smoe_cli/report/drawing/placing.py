@@ -269,7 +269,7 @@ def _travel(rows: Sequence[dict[str, Any]] | None) -> list[Table]:
     ]
     heads = [
         "state",
-        "cost of its way, the least between two ranks being 1",
+        "cost (1: between the two nearest ranks)",
         *(["rows to other nodes"] if nodes else []),
     ]
     return [Table("What rows travel, a token and layer", heads, cells, folded=False)]
