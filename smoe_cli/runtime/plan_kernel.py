@@ -182,7 +182,7 @@ def _balanced(key, noise, valid, quota, PADDED: tl.constexpr, SUMS: tl.constexpr
         best = tl.max(key + noise * (width * KEY) + discount[:, None, :], axis=0)
         load = _loads(best & (KEY - 1), valid, turn, PADDED, SUMS)
         rate = tl.where(tl.max(load, axis=0, keep_dims=True) > quota, step * inverse, 0)
-        discount -= ((tl.minimum(load - quota, CROWDED * quota) * rate) >> 12) * KEY
+        discount -= ((tl.minimum(load - quota, quota * CROWDED) * rate) >> 12) * KEY
         step = (step * SMALLER) >> 4
         turn += 1
     return key + noise * (NARROWEST * KEY) + discount[:, None, :]
